@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's Prometheus counters: what happened between two readings, never averages since the server started."""
+
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+
+
+@dataclass(frozen=True)
+class SpecCounters:
+    """Draft rounds and accepted draft tokens since the server started, over all engines; zero without speculation."""
+
+    drafts: float
+    accepted: float
+
+    def since(self, earlier: "SpecCounters") -> "SpecCounters":
+        """The change from an earlier reading."""
+        return SpecCounters(self.drafts - earlier.drafts, self.accepted - earlier.accepted)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per verification, 1 + accepted / drafts (vLLM's own definition); None if nothing was drafted."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+
+def parse_counters(text: str) -> SpecCounters:
+    """Reads a /metrics page."""
+    totals = {DRAFTS: 0.0, ACCEPTED: 0.0}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in totals:
+                totals[sample.name] += sample.value
+    return SpecCounters(totals[DRAFTS], totals[ACCEPTED])
+
+
+def read_counters(base_url: str) -> SpecCounters:
+    """Fetches and reads BASE_URL/metrics.
+
+    Raises:
+        httpx.HTTPError: if the server does not answer with a page.
+    """
+    return parse_counters(
+        httpx.get(f"{base_url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    )

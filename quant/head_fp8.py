@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 output head: e4m3 weights, one FP32 scale per vocabulary row (or the checkpoint's own block scales).
+
+A BF16 head is quantized while its tensor is read, in row chunks: neither a BF16 parameter nor a second copy ever exists
+on the device, and every chunk passes the probe on its way. Loading again (weight reload) repeats both.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from vllm_ling.errors import LingError
+from vllm_ling.quant.block_fp8 import dequantize_block_fp8
+from vllm_ling.quant.head_probe import HeadProbe
+from vllm_ling.quant.row_fp8 import quantize_row_fp8
+from vllm_ling.status import choose, fault, proof
+
+# 2048 rows of 2560 values: 21 MB in FP32 twice over, below the 64 MB that loading may take on top of the head.
+_CHUNK_ROWS = 2048
+_BLOCK = (128, 128)
+
+
+class HeadFp8Method(QuantizeMethodBase):
+    """Quantization method of a `ParallelLMHead`. Deliberately not an Unquantized* subclass: vLLM treats the weight of
+    those as plain numbers and would drop the scale.
+
+    Args:
+        source: where the FP8 weight comes from: quantized while loading, or stored with row or block scales.
+        on_probe: on drift beyond the probe's bounds stop ("fail") or keep the BF16 weight ("bf16").
+        dummy: random weights are being used (`--load-format dummy`), so scales mean nothing and are set to 1.
+    """
+
+    def __init__(
+        self,
+        source: Literal["fp8_online", "fp8_row", "fp8_block"],
+        on_probe: Literal["fail", "bf16"],
+        dummy: bool,
+    ) -> None:
+        self._source = source
+        self._on_probe = on_probe
+        self._dummy = dummy
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Registers `weight` (e4m3 [rows, hidden]) and its scale, NaN until loaded."""
+        rows, hidden = sum(output_partition_sizes), input_size_per_partition
+        weight = Parameter(torch.empty(rows, hidden, dtype=torch.float8_e4m3fn), requires_grad=False)
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+        if self._source == "fp8_block":
+            self._register_scale(layer, "weight_scale_inv", (_blocks(rows, 0), _blocks(hidden, 1)), _BLOCK[0])
+            return
+        self._register_scale(layer, "weight_scale", (rows,), 1)
+        if self._source == "fp8_online":
+            weight.weight_loader = lambda param, loaded: self._quantize(layer, loaded)
+            weight.ling_source_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+            layer.weight_scale.ling_computed = True
+
+    def _register_scale(self, layer: Any, name: str, shape: tuple[int, ...], rows_per_scale: int) -> None:
+        scale = Parameter(torch.full(shape, torch.nan), requires_grad=False)
+
+        def load(param: Parameter, loaded: torch.Tensor) -> None:
+            begin, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+            if begin % rows_per_scale:
+                raise LingError(
+                    f"lm_head.{name}: {rows_per_scale}-row scales cannot be split at row {begin}; use TP 1"
+                )
+            part = loaded.float().view(-1, *shape[1:])[begin // rows_per_scale : -(-end // rows_per_scale)]
+            param.data.fill_(1)
+            param.data[: part.shape[0]].copy_(part)
+
+        scale.weight_loader = load
+        layer.register_parameter(name, scale)
+
+    def _quantize(self, layer: Any, loaded: torch.Tensor) -> None:
+        """Quantizes this rank's rows of `loaded` (BF16 [vocab, hidden]) into the layer, probing on the way."""
+        shard = layer.shard_indices
+        rows = loaded[shard.org_vocab_start_index : shard.org_vocab_end_index]
+        weight, scale = layer.weight.data, layer.weight_scale.data
+        probe = HeadProbe(rows.shape[1], weight.device)
+        for part in _chunks(rows.shape[0]):
+            exact = rows[part].to(weight.device)
+            weight[part], scale[part] = quantize_row_fp8(exact)
+            probe.update(exact.float(), weight[part].float() * scale[part, None])
+        weight[rows.shape[0] :].zero_()
+        scale[rows.shape[0] :] = 1
+        result = probe.result()
+        if result.ok:
+            proof("head_probe", str(result))
+        elif self._on_probe == "bf16":
+            fault(
+                "head_probe",
+                f"the FP8 head drifts from the BF16 head: {result}; keeping BF16 (ling.on_probe=bf16)",
+            )
+            plain = torch.zeros(weight.shape, dtype=loaded.dtype, device=weight.device)
+            plain[: rows.shape[0]].copy_(rows)
+            layer.weight = Parameter(plain, requires_grad=False)
+            choose("lm_head", "bf16", "the FP8 head failed its probe")
+        else:
+            raise LingError(f"lm_head.weight: FP8 drifts from BF16: {result}; start with ling.lm_head=bf16")
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if layer.weight.dtype != torch.float8_e4m3fn:
+            return
+        scale = self.scale(layer)
+        if self._dummy:
+            scale.data.fill_(2.0**-8)
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise LingError("lm_head: the FP8 head has rows whose scale is missing, zero, negative or NaN")
+        if current_platform.is_cuda() and self._source != "fp8_block":
+            choose(
+                "lm_head kernel", "cutlass_scaled_mm", "FP8 weights and per-token FP8 activations, row scales"
+            )
+        else:
+            choose("lm_head kernel", "dequantize", "no FP8 GEMM for this device or scale layout")
+
+    def scale(self, layer: Any) -> torch.Tensor:
+        """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
+        return layer.weight_scale_inv if self._source == "fp8_block" else layer.weight_scale
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [..., rows] of hidden states `x` [..., hidden], in x's dtype."""
+        if layer.weight.dtype != torch.float8_e4m3fn:
+            return F.linear(x, layer.weight.to(x.dtype), bias)
+        if self._source == "fp8_block":
+            return F.linear(
+                x, dequantize_block_fp8(layer.weight, layer.weight_scale_inv, _BLOCK, x.dtype), bias
+            )
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+            return _scaled_mm(x, layer.weight, layer.weight_scale, bias)
+        # e4m3 values are exact in BF16, so only the product is rounded; the row scale is applied in FP32.
+        logits = F.linear(x, layer.weight.to(x.dtype)).float() * layer.weight_scale
+        return (logits if bias is None else logits + bias).to(x.dtype)
+
+
+def _scaled_mm(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from vllm import _custom_ops as ops
+
+    flat = x.reshape(-1, x.shape[-1])
+    quantized, token_scale = ops.scaled_fp8_quant(flat, use_per_token_if_dynamic=True)
+    logits = ops.cutlass_scaled_mm(quantized, weight.t(), token_scale, scale.view(1, -1), x.dtype, bias)
+    return logits.view(*x.shape[:-1], -1)
+
+
+def _chunks(rows: int) -> Iterator[slice]:
+    for begin in range(0, rows, _CHUNK_ROWS):
+        yield slice(begin, min(begin + _CHUNK_ROWS, rows))
+
+
+def _blocks(size: int, axis: int) -> int:
+    return -(-size // _BLOCK[axis])

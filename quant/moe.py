@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks and builds the method of a layer's routed experts, and puts Ling's clamp into stock GPU backends."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
+
+from vllm_ling.options import parse_options
+from vllm_ling.quant.moe_policy import ExpertFormat, MoEFacts, choose_moe
+from vllm_ling.quant.moe_torch import TorchMoEMethod
+from vllm_ling.status import choose
+
+
+def moe_method(layer: Any, fmt: ExpertFormat, stock: Callable[[], Any]) -> FusedMoEMethodBase:
+    """Method for one `RoutedExperts` layer.
+
+    Args:
+        layer: the layer under construction; carries `moe_config` and the SwiGLU limit.
+        fmt: how the checkpoint stores its experts.
+        stock: builds vLLM's own method for this layer (None means unquantized).
+    """
+    options = parse_options(get_current_vllm_config().additional_config)
+    limit = layer.swiglu_limit
+    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "other"
+    facts = MoEFacts(fmt, device, limit is not None, layer.moe_config.moe_backend)
+    choice, reason = choose_moe(options.moe, facts)
+    choose(f"moe {fmt}{' clamped' if limit else ''}", choice, reason)
+    if choice in ("torch", "reference"):
+        return TorchMoEMethod(layer.moe_config, fmt, limit, dequantize_at_load=choice == "torch")
+
+    # The limit is ours from here on: left in place, the stock backend would clamp the gate before SiLU.
+    layer.swiglu_limit = None
+    layer.moe_config.swiglu_limit = None
+    if choice != "stock":
+        layer.moe_config.moe_backend = choice
+    method = stock() or UnquantizedFusedMoEMethod(layer.moe_config)
+    if limit is not None:
+        from vllm_ling.quant.moe_clamp import clamp_after_silu
+
+        clamp_after_silu(method, limit, layer.layer_name)
+    return method

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft's output head is the target's head module object: placeholder until bound, proof when bound.
+
+The failure this guards against: a draft that takes the bytes of an FP8 head without its module reads them as BF16,
+drafts noise and makes serving slower, with no error anywhere. Both of vLLM's model runners assign the target's module
+to `shared_head.head` after loading the draft; that assignment is the moment of proof, so nothing has to be patched.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from vllm_ling.errors import LingError
+from vllm_ling.spec_decode.faults import broken_head
+from vllm_ling.status import fault, proof
+
+_target_heads: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_PROBE_ROWS = 8
+
+
+def register_target_head(head: nn.Module) -> None:
+    """Notes the head of a target model in this process; the proof compares against these objects."""
+    _target_heads.add(head)
+
+
+class UnboundHeadMethod(QuantizeMethodBase):
+    """Method of a draft head before sharing: no vocabulary rows, and NaN in what there is."""
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        layer.register_parameter("weight", nan_weight(layer))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        raise LingError("MTP: the draft head was never bound to the target's head; drafting would be noise")
+
+
+def nan_weight(layer: Any) -> Parameter:
+    """A single NaN row [1, hidden]: reading it by mistake cannot look like a prediction."""
+    weight = Parameter(torch.full((1, layer.embedding_dim), torch.nan), requires_grad=False)
+    weight.ling_computed = True  # never filled from a checkpoint
+    return weight
+
+
+def unbind(head: Any) -> None:
+    """Turns a freshly built draft head into the unbound placeholder, dropping any full-size weight."""
+    for name in list(head._parameters):
+        delattr(head, name)
+    head.register_parameter("weight", nan_weight(head))
+    head.quant_method = UnboundHeadMethod()
+
+
+class SharedHead(nn.Module):
+    """Holds the MTP layer's reference to the output head; replaces upstream's container of the same role.
+
+    Args:
+        placeholder: the unbound head.
+        fail: raise on a violated proof; otherwise record the fault and carry on.
+        inject: break the head on purpose (see `faults`).
+    """
+
+    def __init__(self, placeholder: nn.Module, *, fail: bool, inject: str) -> None:
+        super().__init__()
+        self._fail = fail
+        self._inject = inject
+        self._bound = False
+        self.head = placeholder
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name != "head"
+            or not isinstance(value, nn.Module)
+            or isinstance(value.quant_method, UnboundHeadMethod)
+        ):
+            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value if self._inject == "none" else broken_head(value, self._inject))
+        self._bound = True
+        self.prove()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Identity, as upstream: the final norm is part of the MTP layer."""
+        return hidden_states
+
+    def prove(self) -> None:
+        """Checks the bound head against the target's.
+
+        Raises:
+            LingError: naming what is wrong, unless faults are only to be recorded.
+        """
+        problem = find_problem(self.head, list(_target_heads))
+        if problem is None:
+            proof("draft_head", f"the draft's head is the target's module object ({_describe(self.head)})")
+            return
+        code, message = problem
+        fault(code, message)
+        if self._fail:
+            raise LingError(f"{message}; start without speculation, or with ling.on_fault=warn to look at it")
+
+
+def find_problem(head: Any, targets: list[Any]) -> tuple[str, str] | None:
+    """The first violated property of a draft head as (code, message), or None."""
+    path = "model.layers.N.shared_head.head"
+    if not targets:
+        return "draft_head_no_target", f"{path}: this process has no target head to share"
+    target = targets[-1]
+    if not any(head is candidate for candidate in targets):
+        if head.weight.dtype != target.weight.dtype:
+            difference = f"{head.weight.dtype} instead of {target.weight.dtype}"
+        else:
+            difference = "another module"
+        message = (
+            f"{path} is not the target's lm_head module ({difference}); on the same {_PROBE_ROWS} hidden states its "
+            f"logits {_probe(head, target)}. Acceptance cannot be trusted to show this"
+        )
+        return "draft_head_not_shared", message
+    weight = head.weight
+    scaled = hasattr(head, "weight_scale") or hasattr(head, "weight_scale_inv")
+    if weight.dtype == torch.float8_e4m3fn and not scaled:
+        return "draft_head_no_scale", f"{path}.weight is FP8 without a scale"
+    if not torch.isfinite(weight.reshape(-1)[: 1 << 20].float()).all():
+        return "draft_head_nan", f"{path}.weight holds NaN or Inf"
+    return None
+
+
+def _probe(head: Any, target: Any) -> str:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_PROBE_ROWS, target.embedding_dim, generator=generator)
+    dtype = torch.bfloat16 if target.weight.dtype == torch.float8_e4m3fn else target.weight.dtype
+    hidden = hidden.to(device=target.weight.device, dtype=dtype)
+    ours, theirs = (h.quant_method.apply(h, hidden).float() for h in (head, target))
+    if torch.equal(ours, theirs):
+        return "are bit-equal, so a second copy is being read"
+    error = ((ours - theirs).square().mean() / theirs.square().mean()).sqrt()
+    same = int((ours.nan_to_num(-torch.inf).argmax(-1) == theirs.argmax(-1)).sum())
+    return f"differ by {float(error):.1%} RMS, with the same best token in {same} of {_PROBE_ROWS}"
+
+
+def _describe(head: Any) -> str:
+    return f"{type(head.quant_method).__name__}, {str(head.weight.dtype).removeprefix('torch.')}"

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test run: no network, no telemetry, no `gpu` test without a device, fixed hypothesis seeds."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Before any import of vLLM or huggingface_hub, and inherited by every process that a test starts.
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips `gpu` tests where torch sees no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

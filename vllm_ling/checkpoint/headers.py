@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads safetensors headers only: names, dtypes, shapes and byte ranges, with every size checked against the file."""
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from vllm_ling.errors import LingError
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100 * 2**20
+_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: bytes [begin, end) after the header of `file`."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.begin
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Header facts of every tensor of a checkpoint folder.
+
+    Raises:
+        LingError: a shard is missing, truncated or malformed, or disagrees with the index; names the file.
+    """
+    index = read_index(folder)
+    files = (
+        sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
+    )
+    if not files:
+        raise LingError(f"{folder}: no .safetensors files")
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in read_file_header(folder / file).items():
+            if name in tensors:
+                raise LingError(f"{name}: stored twice, in {tensors[name].file} and {file}")
+            tensors[name] = info
+    for name, file in index.items():
+        if name not in tensors or tensors[name].file != file:
+            raise LingError(f"{INDEX} places {name} in {file}, but that shard does not hold it")
+    return tensors
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard file; empty without an index file."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LingError(f"{path}: not a safetensors index ({type(error).__name__})") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise LingError(f"{path}: weight_map must map tensor names to file names")
+    for file in set(weight_map.values()):
+        if Path(file).name != file:
+            raise LingError(f"{path}: shard name {file!r} leaves the folder")
+    return weight_map
+
+
+def read_file_header(path: Path) -> dict[str, TensorInfo]:
+    """Header facts of one safetensors file, checked against its size.
+
+    Raises:
+        LingError: naming the file and what to do.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if length < 2 or length > min(_MAX_HEADER, size - 8):
+                raise LingError(
+                    f"{path}: truncated or not a safetensors file (header of {length} in {size} bytes)"
+                )
+            entries = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise LingError(f"{path}: shard is missing; download the checkpoint again") from None
+    except ValueError as error:
+        if isinstance(error, LingError):
+            raise
+        raise LingError(f"{path}: the safetensors header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise LingError(f"{path}: the safetensors header is not an object")
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
+    end = 0
+    for name, info in sorted(tensors.items(), key=lambda item: item[1].begin):
+        if info.begin != end:
+            raise LingError(f"{path}: {name} starts at byte {info.begin} where {end} was expected")
+        end = info.end
+    if size != 8 + length + end:
+        missing = 8 + length + end - size
+        problem = f"{missing:,} bytes are missing" if missing > 0 else f"{-missing:,} bytes too many"
+        raise LingError(f"{path}: truncated shard: {problem}; download this file again")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = all(type(v) is int and 0 <= v < 2**62 for v in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound or dtype not in _BYTES or end - begin != prod(shape) * _BYTES[dtype]:
+        raise LingError(f"{path}: malformed header entry for {name}")
+    return TensorInfo(path.name, dtype, shape, begin, end)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-ling`: parses arguments and calls the module that does the work, which it imports only then.
+
+To add a subcommand, write a function here with `@app.command()` whose body imports one module and calls it.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from vllm_ling import __version__
+from vllm_ling.errors import LingError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class _PassThrough(TyperCommand):
+    """A command that leaves every argument, `--help` and `--` included, to another parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from vllm_ling.compat import SUPPORTED_VLLM, installed_vllm
+
+        typer.echo(
+            f"vllm-ling {__version__} (vLLM {installed_vllm() or 'not installed'}, supported {SUPPORTED_VLLM})"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Serve Ling-3.0 models with vLLM: FP8 head, MXFP4 experts, MTP with the shared head."""
+
+
+@app.command(cls=_PassThrough, add_help_option=False)
+def serve(ctx: typer.Context) -> None:
+    """vLLM's own server with its own flags, after a check of model and options (`serve --help` shows the flags)."""
+    from vllm_ling.serve import serve as run
+
+    run(ctx.args)
+
+
+@app.command()
+def quantize(
+    src: Annotated[
+        str, typer.Argument(help="BF16 Ling checkpoint: a folder, a cached model name or tiny-ling.")
+    ],
+    dst: Annotated[Path, typer.Argument(help="Folder for the quantized checkpoint.")],
+    format: Annotated[Literal["fp4", "fp8", "int4"], typer.Option(help="Official format to write.")] = "fp4",
+    head: Annotated[Literal["bf16", "fp8"], typer.Option(help="How to store the output head.")] = "bf16",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the finished shards of an interrupted run.")
+    ] = False,
+) -> None:
+    """Quantize a BF16 Ling checkpoint, shard by shard."""
+    from vllm_ling.checkpoint.locate import resolve_model
+
+    folder = resolve_model(src)
+    if folder is None:
+        raise LingError(f"{src}: neither a folder nor a model in the local cache")
+    from vllm_ling.quant.convert import run
+
+    run(folder, dst, fmt=format, head=head, resume=resume)
+
+
+@app.command("tiny-path")
+def tiny_path() -> None:
+    """Print the folder of the bundled model tiny-ling."""
+    from vllm_ling.checkpoint.locate import resolve_model
+
+    typer.echo(resolve_model("tiny-ling"))
+
+
+@app.command()
+def demo(
+    items: Annotated[int, typer.Option(min=2, help="Held-out problems per stage.")] = 56,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes; server logs go beside it.")] = Path(
+        "build/demo.json"
+    ),
+    stages: Annotated[str, typer.Option(help="Comma-separated stages, default all.")] = "",
+) -> None:
+    """Serve tiny-ling with one optimization more at a time, then with two faults on purpose, and compare."""
+    from vllm_ling.eval.demo import run
+
+    raise typer.Exit(run(items=items, out=out, stages=[name for name in stages.split(",") if name]))
+
+
+def main() -> None:
+    """Entry point: a LingError becomes one line on stderr and exit code 2."""
+    try:
+        app(prog_name="vllm-ling")
+    except LingError as error:
+        print(f"vllm-ling: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

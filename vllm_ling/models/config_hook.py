@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in the front process when a Ling model's vLLM config is built: refuses early what could only fail late."""
+
+from typing import Any
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+
+class LingConfigHook(VerifyAndUpdateConfig):
+    """Entry of vLLM's per-architecture config hooks (see `compat.WORKAROUNDS`)."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Validates options, head choice and checkpoint files; applies CPU settings.
+
+        Raises:
+            LingError: one line naming the option, file or tensor.
+        """
+        from vllm.platforms import current_platform
+
+        from vllm_ling.checkpoint.locate import resolve_model
+        from vllm_ling.checkpoint.validate import validate_checkpoint
+        from vllm_ling.options import parse_options
+        from vllm_ling.quant.head import head_facts
+        from vllm_ling.quant.head_policy import choose_head
+
+        options = parse_options(vllm_config.additional_config)
+        folder = resolve_model(vllm_config.model_config.model)
+        if folder is not None and vllm_config.load_config.load_format != "dummy":
+            validate_checkpoint(folder)
+        choose_head(options, head_facts(vllm_config))
+        if current_platform.is_cpu():
+            from vllm_ling.cpu.install import install_cpu_layers
+            from vllm_ling.cpu.settings import apply_cpu_settings
+
+            install_cpu_layers()
+            apply_cpu_settings(vllm_config)

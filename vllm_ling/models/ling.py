@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model-registry entry for `BailingMoeV3ForCausalLM`: vLLM's model, with Ling's layer methods and strict loading.
+
+The stock class stays the parity oracle and the way back (`VLLM_LING_DISABLE=1`).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
+
+from vllm_ling.cpu.install import install_cpu_layers
+from vllm_ling.models.config_copy import with_ling_quantization
+from vllm_ling.models.naming import target_name
+from vllm_ling.models.strict_loading import load_strictly
+from vllm_ling.spec_decode.shared_head import register_target_head
+
+# This module is imported only where a Ling model is served, so other models never see the replaced layers.
+install_cpu_layers()
+
+
+class LingForCausalLM(BailingMoeV3ForCausalLM):
+    """Target model; its output head announces itself so that a draft can prove it shares it."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=with_ling_quantization(vllm_config), prefix=prefix)
+        register_target_head(self.lm_head)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Loads every tensor of the checkpoint but the MTP layer's.
+
+        Raises:
+            LingError: naming the tensor or parameter that does not fit, is left over or is missing.
+        """
+        return load_strictly(self, weights, target_name(self.config), what="model")
