@@ -35,7 +35,7 @@ MODEL = "tiny-ling"
 SERVE = (sys.executable, "-m", "vllm_ling.cli", "serve")
 CONCURRENCY = 8
 MAX_TOKENS = 160
-SERIAL_ITEMS = 12
+SERIAL_ITEMS = 8
 WARM_UP_ITEMS = 2
 # The servers need no network, no telemetry and little memory; what the user has set wins.
 SERVER_ENV = {
@@ -50,7 +50,7 @@ def run(*, items: int, out: Path, stages: Sequence[str] = (), server: Sequence[s
     """Runs the stages, prints a table, writes `out`; returns 0, 1 if a bar is broken, or 130 after Ctrl-C.
 
     Args:
-        items: held-out problems per stage; the first dozen (or a quarter) go one at a time and are timed.
+        items: held-out problems per stage; the first eight (or a quarter) go one at a time and are timed.
         out: JSON file; server logs go to `logs/` beside it.
         stages: names of stages to run, in any order; none means all.
         server: command that `MODEL --flag ...` is appended to.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs vLLM engines in a process of their own and brings back logits, greedy tokens and vllm-ling's status.
 
-A subprocess per group keeps stock runs free of the plugin and lets a broken engine fail without taking the caller along;
-within a group engines follow each other, which saves the import time.
+A subprocess per group keeps stock runs free of the plugin and lets a broken engine fail alone; within a group engines
+follow each other, which saves the import time.
 """
 
 import gc
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class EngineRun:
         logits: [prompts][vocab] raw logits of the first new token, empty unless asked for.
         accepted, drafts: vLLM's counters: accepted draft tokens and draft rounds.
         status: vllm-ling's record (see `status.Status`).
+        error: the last lines of a failed engine's traceback; only set with `keep_going`.
+        error: why the engine gave no answer; only with `keep_going`.
     """
 
     name: str
@@ -63,6 +66,7 @@ class EngineRun:
     accepted: int
     drafts: int
     status: dict[str, Any]
+    error: str = ""
 
     @property
     def accept_length(self) -> float | None:
@@ -74,11 +78,14 @@ class EngineError(RuntimeError):
     """The engine process failed; the message ends with its last output."""
 
 
-def run_engines(specs: list[EngineSpec], *, stock: bool = False, timeout_s: float = 900) -> list[EngineRun]:
+def run_engines(
+    specs: list[EngineSpec], *, stock: bool = False, timeout_s: float = 900, keep_going: bool = False
+) -> list[EngineRun]:
     """Runs the engines one after another in one fresh process.
 
     Args:
         stock: with vllm-ling disabled.
+        keep_going: record an engine that fails (`EngineRun.error`) and go on with the next.
 
     Raises:
         EngineError: if the process fails; its message holds the end of the output.
@@ -93,7 +100,14 @@ def run_engines(specs: list[EngineSpec], *, stock: bool = False, timeout_s: floa
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "specs.json"), Path(folder, "runs.json")
         asked.write_text(json.dumps([asdict(spec) for spec in specs]))
-        command = [sys.executable, "-m", "vllm_ling.eval.engines", str(asked), str(answered)]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_ling.eval.engines",
+            str(asked),
+            str(answered),
+            str(int(keep_going)),
+        ]
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, check=False, timeout=timeout_s
         )
@@ -105,11 +119,15 @@ def run_engines(specs: list[EngineSpec], *, stock: bool = False, timeout_s: floa
 
 
 def _run(spec: EngineSpec) -> EngineRun:
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    from vllm_ling.hf_config import register_hf_config
     from vllm_ling.status import STATUS
 
+    # Stock vLLM knows the model but not its config class; everything else stays stock.
+    register_hf_config()
     for record in (STATUS.choices, STATUS.proofs, STATUS.faults):
         record.clear()
     started = time.monotonic()
@@ -124,8 +142,11 @@ def _run(spec: EngineSpec) -> EngineRun:
         "max_logprobs": -1,
         "seed": 0,
         "disable_log_stats": False,
-        "gpu_memory_utilization": 0.15,
     }
+    if torch.cuda.is_available():
+        engine["gpu_memory_utilization"] = (
+            0.15  # these models are small, and several engines follow each other
+        )
     if spec.options:
         engine["additional_config"] = {"ling": spec.options}
     if spec.draft_tokens:
@@ -167,16 +188,22 @@ def _best(position: Any) -> list[tuple[int, float]]:
     return sorted(((token, entry.logprob) for token, entry in position.items()), key=lambda pair: -pair[1])
 
 
-def _main(asked: Path, answered: Path) -> None:
+def _main(asked: Path, answered: Path, keep_going: bool) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     runs = []
     for spec in json.loads(asked.read_text()):
-        runs.append(asdict(_run(EngineSpec(**spec))))
+        try:
+            runs.append(asdict(_run(EngineSpec(**spec))))
+        except Exception:  # recorded in the answer
+            if not keep_going:
+                raise
+            error = traceback.format_exc()[-3000:]
+            runs.append(asdict(EngineRun(spec["name"], 0, [], [], [], 0, 0, {}, error)))
         gc.collect()
         cleanup_dist_env_and_memory()
     answered.write_text(json.dumps(runs))
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    _main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1")

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do stock vLLM, vllm-ling and the fp32 reference agree on the same mini checkpoints? `python -m vllm_ling.eval.parity`
 
-Per format two checkpoints. Where no gate reaches its clamp, all three must agree. Where clamps bite, only the plugin may
-agree with the reference: stock vLLM clamps routed experts before SiLU. The head stays BF16 in the compared runs, so that
-nothing but the model is compared; one more run has everything on and must show its proofs.
+Per format two checkpoints: clamps that no gate reaches, where plugin and stock compute the same function, and clamps
+that bite, where they must not (stock clamps routed experts before SiLU). Random weights amplify rounding, and FP8
+activations flip routing decisions, so agreement is judged against what stock itself loses to fp32. The head stays BF16
+in the compared runs; one more run has everything on and must show its proofs.
 """
 
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.eval.provenance import provenance
 from vllm_ling.reference.load import from_checkpoint
 
-# BF16 rounds every layer output to 8 bits of mantissa; over six layers two correct engines drift this far apart.
-BF16_RMS = 0.03
-# Block-FP8 GEMMs on a GPU also round the activations to e4m3 (3 mantissa bits), which the reference does not.
-W8A8_RMS = 0.10
+# Two runs of the same BF16 arithmetic in another order stay well below what BF16 itself costs against fp32.
+NOISE_SHARE = 0.5
+# The plugin may not be further from the fp32 reference than stock vLLM is, up to the spread of one seed.
+NO_WORSE = 1.1
 FORMATS = ("bf16", "fp8", "fp4", "int4")
 
 
@@ -45,48 +47,36 @@ def relative_rms(ours: Any, theirs: Any) -> float:
     return float(((ours - theirs).square().mean() / theirs.square().mean()).sqrt())
 
 
-def compare(fmt: str, clamp: float, work: Path) -> dict[str, Any]:
-    """One checkpoint through stock, plugin and reference; returns the relative RMS of each pair."""
+def specs_for(fmt: str, clamp: float, work: Path) -> tuple[EngineSpec, EngineSpec, EngineSpec]:
+    """(stock, plugin with a BF16 head, plugin with everything on) for one new checkpoint."""
     folder = make_checkpoint(work / f"{fmt}-{clamp:g}", shape="flash", fmt=fmt, seed=1, mtp=True, clamp=clamp)
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    asked = prompts(vocab)
-    spec = EngineSpec(
-        name=f"{fmt} clamp {clamp:g}",
-        model=str(folder),
-        prompts=asked,
-        dtype="bfloat16",
-        max_tokens=24,
-        first_logits=True,
-        options={"lm_head": "bf16"},
+    stock = EngineSpec(f"{fmt} {clamp:g}", str(folder), prompts(vocab), "bfloat16", 24, first_logits=True)
+    ours = replace(stock, options={"lm_head": "bf16"})
+    engine = {"quantization": "ling"} if fmt == "bf16" else {}
+    name = f"{stock.name} all on"
+    full = replace(
+        stock, name=name, options={"lm_head": "fp8"}, draft_tokens=3, first_logits=False, engine=engine
     )
-    stock = run_engines([_stock(spec)], stock=True)[0]
-    ours, full = run_engines([spec, _everything_on(spec, fmt)])
-    exact = reference_logits(folder, asked)
-    return {
-        "format": fmt,
-        "clamp": clamp,
+    return stock, ours, full
+
+
+def compare(specs: tuple[EngineSpec, EngineSpec, EngineSpec], runs: dict[str, EngineRun]) -> dict[str, Any]:
+    """Relative RMS of each pair of engines on one checkpoint, and what the full run proved."""
+    stock, ours, full = (runs[key] for key in (f"stock {specs[0].name}", specs[1].name, specs[2].name))
+    fmt, clamp = specs[0].name.split()
+    row: dict[str, Any] = {"format": fmt, "clamp": float(clamp)}
+    errors = {run.name: run.error for run in (stock, ours, full) if run.error}
+    if errors:
+        return row | {"errors": errors}
+    exact = reference_logits(Path(specs[0].model), specs[0].prompts)
+    return row | {
         "plugin_vs_stock": relative_rms(ours.logits, stock.logits),
         "plugin_vs_reference": relative_rms(ours.logits, exact),
         "stock_vs_reference": relative_rms(stock.logits, exact),
         "all_on": _summary(full),
         "choices": ours.status["choices"],
     }
-
-
-def _stock(spec: EngineSpec) -> EngineSpec:
-    return EngineSpec(**{**spec.__dict__, "options": {}})
-
-
-def _everything_on(spec: EngineSpec, fmt: str) -> EngineSpec:
-    changes = {
-        "name": f"{spec.name} all on",
-        "options": {"lm_head": "fp8"},
-        "draft_tokens": 3,
-        "first_logits": False,
-    }
-    if fmt == "bf16":
-        changes["engine"] = {**spec.engine, "quantization": "ling"}
-    return EngineSpec(**{**spec.__dict__, **changes})
 
 
 def _summary(run: EngineRun) -> dict[str, Any]:
@@ -101,17 +91,16 @@ def _summary(run: EngineRun) -> dict[str, Any]:
 
 def verdict(row: dict[str, Any]) -> list[str]:
     """What is wrong with a row; empty if it shows what it must."""
-    bound = W8A8_RMS if row["format"] in ("fp8", "fp4") else BF16_RMS
+    if "errors" in row:
+        return [f"{name} failed: {error.strip().splitlines()[-1]}" for name, error in row["errors"].items()]
+    noise, ours, apart = row["stock_vs_reference"], row["plugin_vs_reference"], row["plugin_vs_stock"]
     wrong = []
-    if row["plugin_vs_reference"] > bound:
-        wrong.append(f"plugin differs from the reference by {row['plugin_vs_reference']:.3f} > {bound}")
-    bites = row["clamp"] < 100
-    if not bites and row["plugin_vs_stock"] > bound:
-        wrong.append(
-            f"plugin differs from stock by {row['plugin_vs_stock']:.3f} > {bound} although no clamp bites"
-        )
-    if bites and row["stock_vs_reference"] < 1.5 * row["plugin_vs_reference"]:
-        wrong.append("the clamps do not bite: stock is as close to the reference as the plugin")
+    if ours > NO_WORSE * noise:
+        wrong.append(f"plugin is further from the reference ({ours:.3f}) than stock ({noise:.3f})")
+    if apart > NOISE_SHARE * noise:
+        wrong.append(f"plugin and stock differ by {apart:.3f}, more than rounding explains ({noise:.3f})")
+    if row["clamp"] < 100 and apart == 0:
+        wrong.append("clamps bite, yet plugin and stock agree to the bit: the trained clamp is not in effect")
     if row["all_on"]["faults"] or {"draft_head", "head_probe"} - row["all_on"]["proofs"].keys():
         wrong.append(
             f"with everything on: faults {row['all_on']['faults']}, proofs {row['all_on']['proofs']}"
@@ -125,15 +114,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--formats", default=",".join(FORMATS))
     args = parser.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory() as work:
-        for fmt in args.formats.split(","):
-            for clamp in (1e4, 0.3):
-                row = compare(fmt, clamp, Path(work))
-                row["wrong"] = verdict(row)
-                rows.append(row)
-                print(json.dumps({k: v for k, v in row.items() if k != "choices"}), flush=True)
-                args.out.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+        triples = [
+            specs_for(fmt, clamp, Path(work)) for fmt in args.formats.split(",") for clamp in (1e4, 0.3)
+        ]
+        runs = {
+            f"stock {run.name}": run
+            for run in run_engines([t[0] for t in triples], stock=True, keep_going=True)
+        }
+        runs |= {run.name: run for run in run_engines([s for t in triples for s in t[1:]], keep_going=True)}
+        rows = [compare(triple, runs) for triple in triples]
+    for row in rows:
+        row["wrong"] = verdict(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "choices"}), flush=True)
+    args.out.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
     return int(any(row["wrong"] for row in rows))
 
 

@@ -19,6 +19,7 @@ from vllm_ling.errors import LingError
 HOST = "127.0.0.1"
 TAIL_LINES = 30
 _FAULT = re.compile(r"vllm-ling: FAULT (\w+): (.*)")
+_CAUSE = re.compile(r"(?:LingError|vllm-ling: error): (.*)")
 _STOP_S = 20.0
 _ORPHANS_S = 2.0
 
@@ -43,7 +44,8 @@ class Server:
     def check(self) -> None:
         """Raises ServerError if the server has died."""
         if (code := self.process.poll()) is not None:
-            raise ServerError(f"the server died with exit code {code} (log: {self.log})", tail(self.log))
+            why = find_cause(self.log.read_text(encoding="utf-8", errors="replace"))
+            raise ServerError(f"the server died with exit code {code}{why} (log: {self.log})", tail(self.log))
 
     def faults(self) -> dict[str, str]:
         """What vllm-ling's proofs found broken, by code, read from the log."""
@@ -53,6 +55,12 @@ class Server:
 def find_faults(log: str) -> dict[str, str]:
     """Code and message of every `vllm-ling: FAULT code: message` line; several processes may report the same one."""
     return {code: message.strip() for code, message in _FAULT.findall(log)}
+
+
+def find_cause(log: str) -> str:
+    """`: message` of the first LingError in a log, whose end is mostly other processes' tracebacks, or nothing."""
+    match = _CAUSE.search(log)
+    return f": {match[1].strip()}" if match else ""
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:

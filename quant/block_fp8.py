@@ -25,7 +25,7 @@ def quantize_block_fp8(
     if weight.ndim != 2:
         raise ValueError(f"block FP8 quantizes matrices, got shape {list(weight.shape)}")
     rows, cols = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
-    padded = torch.zeros(rows * block[0], cols * block[1], device=weight.device)
+    padded = torch.zeros(rows * block[0], cols * block[1], dtype=torch.float32, device=weight.device)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     amax = padded.unflatten(1, (cols, block[1])).unflatten(0, (rows, block[0])).abs().amax((1, 3))
     if not bool(torch.isfinite(amax).all()):

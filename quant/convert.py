@@ -187,7 +187,7 @@ def _write_shard(path: Path, src: Path, steps: list[Step], progress: ByteProgres
                 raise LingError(f"{src / step.source.file}: {step.name} holds NaN or Inf")
             for output, value in zip(step.outputs, encode(step.codec, weight), strict=True):
                 file.seek(8 + len(text) + header[output.name]["data_offsets"][0])
-                file.write(value.contiguous().view(torch.uint8).numpy())
+                file.write(value.contiguous().view(torch.uint8).numpy().data)
             progress.advance(step.source.nbytes)
 
 

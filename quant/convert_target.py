@@ -36,7 +36,7 @@ def claim(dst: Path, manifest: dict[str, Any], resume: bool) -> str | None:
         raise LingError(f"{dst}: not empty (it holds {foreign[0]}); choose a new or empty folder")
     reason = _restart_reason(old, manifest, resume) if old else None
     for name in present - {MANIFEST}:
-        if reason or name in partials:
+        if reason or name not in manifest["files"]:
             (dst / name).unlink()
     with atomic(dst / MANIFEST) as path:
         path.write_text(json.dumps(manifest), encoding="utf-8")

@@ -2,8 +2,7 @@
 """Launches the decode kernels of a MoE block: router, gate_up, down, for one layer shape on one GPU."""
 
 import ctypes
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +60,18 @@ def unsupported(shape: MoEShape) -> str | None:
 
 
 class MoEDecoder:
-    """Compiled kernels and scratch buffers for one shape; reused by all layers of that shape."""
+    """Compiled kernels and scratch buffers for one shape and up to `max_tokens` tokens; reused by all its layers."""
 
     def __init__(
-        self, shape: MoEShape, device: torch.device, arch: str, cache: Path | None, pdl: bool
+        self, shape: MoEShape, max_tokens: int, device: torch.device, arch: str, cache: Path | None, pdl: bool
     ) -> None:
-        self.shape, self._pdl = shape, pdl
+        self.shape, self.max_tokens, self._pdl = shape, max_tokens, pdl
         defines: dict[str, int | str] = {
             "HIDDEN": shape.hidden,
             "INTER": shape.intermediate,
             "EXPERTS": shape.experts,
             "TOP_K": shape.top_k,
-            "TOKENS": MAX_TOKENS,
+            "TOKENS": max_tokens,
             "GROUPS": shape.groups,
             "TOP_GROUPS": shape.top_groups,
             "GATE_TYPE": "bf16_t" if shape.gate_bf16 else "float",
@@ -83,15 +82,15 @@ class MoEDecoder:
         }
         moe, router = build("moe_decode.cu", defines, arch, cache), build("router.cu", defines, arch, cache)
         self.origin = moe.origin
-        gate_up_shared = MAX_TOKENS * (shape.hidden + 8) * 2 + _GATE_UP_WARPS * 2 * 64 * 8 * 4
+        gate_up_shared = max_tokens * (shape.hidden + 8) * 2 + _GATE_UP_WARPS * 2 * 64 * 8 * 4
         self._logits_kernel = Kernel(router.cubin, "router_logits")
         self._route = Kernel(router.cubin, "route")
         self._gate_up = Kernel(moe.cubin, "gate_up", gate_up_shared)
         self._down = Kernel(moe.cubin, "down")
-        pairs = MAX_TOKENS * shape.top_k
-        self.logits = torch.empty(MAX_TOKENS, shape.experts, device=device)
-        self.topk_weights = torch.empty(MAX_TOKENS, shape.top_k, device=device)
-        self.topk_ids = torch.empty(MAX_TOKENS, shape.top_k, dtype=torch.int32, device=device)
+        pairs = max_tokens * shape.top_k
+        self.logits = torch.empty(max_tokens, shape.experts, device=device)
+        self.topk_weights = torch.empty(max_tokens, shape.top_k, device=device)
+        self.topk_ids = torch.empty(max_tokens, shape.top_k, dtype=torch.int32, device=device)
         self.schedule = torch.zeros(1 + pairs * 2 + pairs * 8, dtype=torch.int32, device=device)
         self.act = torch.zeros(1 + pairs, 8, shape.intermediate, dtype=torch.bfloat16, device=device)
 
@@ -104,54 +103,41 @@ class MoEDecoder:
         limit: float,
         shared_limit: float,
     ) -> torch.Tensor:
-        """Routed plus shared experts of `x` (BF16 [tokens <= 8, hidden]) into `out`; a limit of 0 means no clamp."""
+        """Routed plus shared experts of `x` (BF16 [tokens, hidden]) into `out`; a limit of 0 means no clamp."""
         shape, tokens = self.shape, x.shape[0]
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
         def launch(kernel: Kernel, grid: tuple[int, int], threads: int, *args: Any) -> None:
             values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
-            types = tuple(
-                pointer if isinstance(a, torch.Tensor) else integer if isinstance(a, int) else real
-                for a in args
-            )
+            types = tuple(_ctype(a) for a in args)
             kernel.launch(grid, threads, values, types, stream, self._pdl)
 
+        grid = (shape.experts // _ROUTER_WARPS, 1)
+        launch(self._logits_kernel, grid, _ROUTER_WARPS * 32, x, w.gate, self.logits, tokens)
+        threads = max(shape.experts, 32 * self.max_tokens)
+        outputs = (self.schedule, self.topk_weights, self.topk_ids)
+        launch(self._route, (1, 1), threads, self.logits, w.bias, *outputs, tokens, float(scaling))
+        grid = (shape.intermediate // 64, 1 + tokens * shape.top_k)
+        weights = (w.w13, w.s13, w.shared_w13, w.shared_s13)
+        limits = (float(limit), float(shared_limit))
         launch(
-            self._logits_kernel,
-            (shape.experts // _ROUTER_WARPS, 1),
-            _ROUTER_WARPS * 32,
-            *(x, w.gate, self.logits, tokens),
+            self._gate_up, grid, _GATE_UP_WARPS * 32, x, *weights, self.schedule, self.act, tokens, *limits
         )
-        threads = max(shape.experts, 32 * MAX_TOKENS)
-        launch(
-            self._route,
-            (1, 1),
-            threads,
-            *(self.logits, w.bias, self.schedule, self.topk_weights, self.topk_ids, tokens, float(scaling)),
-        )
-        launch(
-            self._gate_up,
-            (shape.intermediate // 64, 1 + tokens * shape.top_k),
-            _GATE_UP_WARPS * 32,
-            *(x, w.w13, w.s13, w.shared_w13, w.shared_s13, self.schedule, self.act, tokens),
-            *(float(limit), float(shared_limit)),
-        )
+        weights = (w.w2, w.s2, w.shared_w2, w.shared_s2)
         launch(
             self._down,
             (shape.hidden // 32, 1),
             _DOWN_WARPS * 32,
-            *(self.act, w.w2, w.s2, w.shared_w2, w.shared_s2, self.schedule, out, tokens),
+            self.act,
+            *weights,
+            self.schedule,
+            out,
+            tokens,
         )
         return out
 
 
-@cache
-def decoder(shape: MoEShape, device: torch.device, arch: str, cache: Path | None, pdl: bool) -> MoEDecoder:
-    """The process's one decoder for a shape."""
-    return MoEDecoder(shape, device, arch, cache, pdl)
-
-
-def describe(shape: MoEShape) -> str:
-    """The shape in one line, for logs and cache keys."""
-    return ", ".join(f"{key}={value}" for key, value in asdict(shape).items())
+def _ctype(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_int if isinstance(value, int) else ctypes.c_float

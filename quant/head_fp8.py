@@ -71,7 +71,7 @@ class HeadFp8Method(QuantizeMethodBase):
             layer.weight_scale.ling_computed = True
 
     def _register_scale(self, layer: Any, name: str, shape: tuple[int, ...], rows_per_scale: int) -> None:
-        scale = Parameter(torch.full(shape, torch.nan), requires_grad=False)
+        scale = Parameter(torch.full(shape, torch.nan, dtype=torch.float32), requires_grad=False)
 
         def load(param: Parameter, loaded: torch.Tensor) -> None:
             begin, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index

@@ -43,12 +43,12 @@ class HeadProbe:
 
     def __init__(self, hidden_size: int, device: torch.device, vectors: int = 256) -> None:
         generator = torch.Generator().manual_seed(_SEED)
-        hidden = torch.randn(vectors, hidden_size, generator=generator)
+        hidden = torch.randn(vectors, hidden_size, generator=generator, dtype=torch.float32)
         self._hidden = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()).to(device)
-        self._best = torch.full((2, vectors), -torch.inf, device=device)
+        self._best = torch.full((2, vectors), -torch.inf, device=device, dtype=torch.float32)
         self._argmax = torch.zeros(2, vectors, dtype=torch.long, device=device)
-        self._sum = torch.zeros(2, vectors, device=device)
-        self._cross = torch.zeros(vectors, device=device)
+        self._sum = torch.zeros(2, vectors, device=device, dtype=torch.float32)
+        self._cross = torch.zeros(vectors, device=device, dtype=torch.float32)
         self._squares = torch.zeros(2, device=device, dtype=torch.float64)
         self._rows = 0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expert layout that the decode kernels read: tensor-core fragments, as Humming's W4A16 repacking produces them.
 
-Codes, int32 [E, K / 16, N / 64, 32 lanes, 4]: lane = 4 g + t; word j covers rows 16 j + {g, g + 8} of the 64 and columns
-2 t + {0, 1, 8, 9} of the 16, nibble 4 i6 + 2 i4 + i5 holding row + 8 i4, column + 8 i5 + i6.
+Codes, int32 [E, K / 16, N / 64, 32 lanes, 4]: lane = 4 g + t; word j covers rows 16 j + {g, g + 8} of the 64 and
+columns 2 t + {0, 1, 8, 9} of the 16, nibble 4 i6 + 2 i4 + i5 holding row + 8 i4, column + 8 i5 + i6.
 Scales, uint8 [E, K / 32, N / 64, 8, 8]: byte [g][i] belongs to row g + 8 i of the 64.
 """
 

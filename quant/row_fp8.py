@@ -21,7 +21,7 @@ def quantize_row_fp8(weight: torch.Tensor, rows_per_chunk: int = 8192) -> tuple[
     if weight.ndim != 2:
         raise ValueError(f"row FP8 quantizes matrices, got shape {list(weight.shape)}")
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(weight.shape[0], device=weight.device)
+    scale = torch.empty(weight.shape[0], device=weight.device, dtype=torch.float32)
     for begin in range(0, weight.shape[0], rows_per_chunk):
         part = slice(begin, begin + rows_per_chunk)
         rows = weight[part].float()

@@ -27,11 +27,17 @@ class LingMTPModel(BailingMoeV3MTPModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         options = parse_options(vllm_config.additional_config)
         layers: Any = self.model.layers
+        fail = options.on_fault == "fail"
         for layer in layers.values():
             unbind(layer.shared_head.head)
-            layer.shared_head = SharedHead(
-                layer.shared_head.head, fail=options.on_fault == "fail", inject=options.inject_fault
-            )
+            layer.shared_head = SharedHead(layer.shared_head.head, fail=fail, inject=options.inject_fault)
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """Draft logits [tokens, vocab] of `hidden_states` [tokens, hidden], through the proven head only.
+
+        Upstream prefers `self.lm_head` where a runner has set it; one path leaves nothing unproven.
+        """
+        return self.model.compute_logits(hidden_states, spec_step_idx)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads the MTP layer and the embedding; every tensor of the layer must be consumed and every parameter filled.

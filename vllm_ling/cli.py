@@ -85,7 +85,7 @@ def tiny_path() -> None:
 
 @app.command()
 def demo(
-    items: Annotated[int, typer.Option(min=2, help="Held-out problems per stage.")] = 56,
+    items: Annotated[int, typer.Option(min=2, help="Held-out problems per stage.")] = 32,
     out: Annotated[Path, typer.Option(help="Where the JSON goes; server logs go beside it.")] = Path(
         "build/demo.json"
     ),

@@ -2,43 +2,41 @@
 // y[tokens, N] = x[tokens, K] W[N, K]^T for 1 to 8 tokens, W in E4M3 as stored: the output head (one scale per row, applied
 // once at the end) and block-FP8 projections (one scale per 128x128 block, applied per block). BF16 activations, FP32 sums.
 //
-// Compile-time shape: K, TOKENS, WARPS (per CTA, splitting k), TILES (16-row tiles per CTA), ROW_SCALES, ARGMAX, USE_PDL.
+// A warp owns 16 rows at a time and streams them through a ring of registers that always has AHEAD loads in flight, across
+// row-tile borders too. Compile-time shape: K, TOKENS, ROW_SCALES, ARGMAX, USE_PDL, WARPS (per CTA).
 #include "common.cuh"
 
 #define COLUMNS 8
-#define X_STRIDE (K + 8)
+#define X_STRIDE (K + 8)  // 16 bytes of padding put the token rows into different banks
 #define CHUNKS (K / 64)
-#define MINE ((CHUNKS + WARPS - 1) / WARPS)
+#define AHEAD (CHUNKS % 5 == 0 ? 5 : CHUNKS % 4 == 0 ? 4 : 2)
 
 __device__ __forceinline__ uint32_t word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
-// y: BF16 [tokens][N]; with ARGMAX instead best[gridDim.x][COLUMNS] of (value, row) per CTA.
+// y: BF16 [tokens][N]; with ARGMAX instead best[warps of the grid][COLUMNS] of (value, row).
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     fp8_gemv(const bf16_t *__restrict__ x, const uint8_t *__restrict__ w, const float *__restrict__ scales,
              bf16_t *__restrict__ y, float2 *__restrict__ best, int tokens, int rows) {
-  extern __shared__ uint4 smem[];
-  bf16_t *xs = (bf16_t *)smem;
-  float *partial = (float *)(xs + TOKENS * X_STRIDE);  // [WARPS][TILES * 16][COLUMNS]
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  int first = blockIdx.x * TILES * 16;
+  __shared__ __align__(16) bf16_t xs[TOKENS * X_STRIDE];
+  int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
+  int tiles = (rows + 15) / 16, stride = gridDim.x * WARPS;
   let_consumer_start();
 
-  // The first tile's weights do not depend on the producer: ask for them before waiting for x.
-  uint4 low[MINE], high[MINE];
-  auto fetch = [&](int tile) {
-    int row = min(first + tile * 16 + g, rows - 1), row8 = min(first + tile * 16 + g + 8, rows - 1);
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      int chunk = warp + i * WARPS;
-      if (chunk >= CHUNKS) break;
-      low[i] = load_stream((const uint4 *)(w + (size_t)row * K + chunk * 64 + 16 * t));
-      high[i] = load_stream((const uint4 *)(w + (size_t)row8 * K + chunk * 64 + 16 * t));
-    }
+  uint4 low[AHEAD], high[AHEAD];
+  auto fetch = [&](int slot, int tile, int chunk) {
+    tile = min(tile, tiles - 1);
+    const uint8_t *row = w + (size_t)min(tile * 16 + g, rows - 1) * K + chunk * 64 + 16 * t;
+    const uint8_t *row8 = w + (size_t)min(tile * 16 + g + 8, rows - 1) * K + chunk * 64 + 16 * t;
+    low[slot] = load_stream((const uint4 *)row);
+    high[slot] = load_stream((const uint4 *)row8);
   };
-  fetch(0);
+  // Weights do not depend on the producer: ask for them before waiting for x.
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) fetch(i, warp, i);
   wait_for_producer();
-  for (int i = threadIdx.x; i < tokens * K / 4; i += blockDim.x) {
+  // Values are stored as 0, 2, 1, 3 within each four, so that byte pairs of W and value pairs of x agree.
+  for (int i = threadIdx.x; i < tokens * K / 4; i += WARPS * 32) {
     int token = i / (K / 4), k = i % (K / 4) * 4;
     uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
     *(uint2 *)(xs + token * X_STRIDE + k) = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
@@ -46,82 +44,80 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   __syncthreads();
 
   bool used = g < tokens;
-  const uint2 *column = (const uint2 *)(xs + (used ? g : 0) * X_STRIDE);
-#pragma unroll
-  for (int tile = 0; tile < TILES; tile++) {
+  const uint4 *column = (const uint4 *)(xs + (used ? g : 0) * X_STRIDE) + 2 * t;
+#if ARGMAX
+  float top[2] = {-3.4e38f, -3.4e38f};
+  int where[2] = {0x7FFFFFFF, 0x7FFFFFFF};
+#endif
+  for (int tile = warp; tile < tiles; tile += stride) {
     float acc[4] = {};
+    for (int base = 0; base < CHUNKS; base += AHEAD) {
 #pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      int chunk = warp + i * WARPS;
-      if (chunk >= CHUNKS) break;
+      for (int i = 0; i < AHEAD; i++) {
+        int chunk = base + i;
+        uint4 b[2] = {make_uint4(0u, 0u, 0u, 0u), make_uint4(0u, 0u, 0u, 0u)};
+        if (used) b[0] = column[chunk * 8], b[1] = column[chunk * 8 + 1];
 #if !ROW_SCALES
-      float part[4] = {};
+        float part[4] = {};
 #endif
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        uint32_t l = word_of(low[i], j), h = word_of(high[i], j);
-        uint32_t a[4] = {mul_bf16x2(e4m3_pair_even(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_even(h), E4M3_MULTIPLIER),
-                         mul_bf16x2(e4m3_pair_odd(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_odd(h), E4M3_MULTIPLIER)};
-        uint2 b = used ? column[chunk * 16 + 4 * t + j] : make_uint2(0u, 0u);
+        for (int j = 0; j < 4; j++) {
+          uint32_t l = word_of(low[i], j), h = word_of(high[i], j);
+          uint32_t a[4] = {mul_bf16x2(e4m3_pair_even(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_even(h), E4M3_MULTIPLIER),
+                           mul_bf16x2(e4m3_pair_odd(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_odd(h), E4M3_MULTIPLIER)};
 #if ROW_SCALES
-        mma_16816(acc, a, b.x, b.y);
+          mma_16816(acc, a, word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
+        }
 #else
-        mma_16816(part, a, b.x, b.y);
+          mma_16816(part, a, word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
+        }
+        float scale = __ldg(scales + tile * 16 / 128 * (K / 128) + chunk / 2);
+#pragma unroll
+        for (int j = 0; j < 4; j++) acc[j] += scale * part[j];
 #endif
+        int next = chunk + AHEAD;
+        fetch(i, next < CHUNKS ? tile : tile + stride, next < CHUNKS ? next : next - CHUNKS);
       }
-#if !ROW_SCALES
-      float scale = scales[(first + tile * 16) / 128 * (K / 128) + chunk / 2];
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[j] += scale * part[j];
-#endif
     }
-    if (tile + 1 < TILES) fetch(tile + 1);
+    // acc: rows g (0, 1) and g + 8 (2, 3), tokens 2 t and 2 t + 1.
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      partial[(warp * TILES * 16 + tile * 16 + g + (i >> 1) * 8) * COLUMNS + 2 * t + (i & 1)] = acc[i];
-  }
-  __syncthreads();
-
-#if ARGMAX
-  __shared__ float2 candidates[TILES * 16 * COLUMNS];
-#endif
-  for (int i = threadIdx.x; i < TILES * 16 * tokens; i += blockDim.x) {
-    int local = i % (TILES * 16), token = i / (TILES * 16), row = first + local;
-    if (row >= rows) continue;
-    float sum = 0.f;
-#pragma unroll
-    for (int v = 0; v < WARPS; v++) sum += partial[(v * TILES * 16 + local) * COLUMNS + token];
+    for (int i = 0; i < 4; i++) {
+      int row = tile * 16 + g + (i >> 1) * 8, token = 2 * t + (i & 1);
+      if (row >= rows || token >= tokens) continue;
 #if ROW_SCALES
-    sum *= scales[row];
+      acc[i] *= __ldg(scales + row);
 #endif
 #if ARGMAX
-    candidates[token * TILES * 16 + local] = make_float2(to_float(to_bf16(sum)), __int_as_float(row));
+      float value = to_float(to_bf16(acc[i]));
+      if (value > top[i & 1] || (value == top[i & 1] && row < where[i & 1])) top[i & 1] = value, where[i & 1] = row;
 #else
-    y[(size_t)token * rows + row] = to_bf16(sum);
+      y[(size_t)token * rows + row] = to_bf16(acc[i]);
 #endif
+    }
   }
 #if ARGMAX
-  __syncthreads();
-  if (threadIdx.x < tokens) {
-    float2 winner = candidates[threadIdx.x * TILES * 16];
-    for (int i = 1; i < min(TILES * 16, rows - first); i++) {
-      float2 c = candidates[threadIdx.x * TILES * 16 + i];
-      if (c.x > winner.x) winner = c;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int offset = 4; offset < 32; offset <<= 1) {
+      float value = __shfl_xor_sync(~0u, top[i], offset);
+      int row = __shfl_xor_sync(~0u, where[i], offset);
+      if (value > top[i] || (value == top[i] && row < where[i])) top[i] = value, where[i] = row;
     }
-    best[blockIdx.x * COLUMNS + threadIdx.x] = winner;
+    if (g == 0) best[(size_t)warp * COLUMNS + 2 * t + i] = make_float2(top[i], __int_as_float(where[i]));
   }
 #endif
 }
 
 #if ARGMAX
-// Last step of the argmax variant: the best of all CTAs, lowest row on ties. One CTA per token.
+// Last step of the argmax variant: the best of all warps, lowest row on ties. One CTA per token.
 extern "C" __global__ void __launch_bounds__(256)
-    argmax_of_best(const float2 *__restrict__ best, long long *__restrict__ ids, int ctas) {
+    argmax_of_best(const float2 *__restrict__ best, long long *__restrict__ ids, int candidates) {
   __shared__ float2 found[256];
   float2 winner = make_float2(-3.4e38f, __int_as_float(0x7FFFFFFF));
   wait_for_producer();
-  for (int i = threadIdx.x; i < ctas; i += 256) {
-    float2 c = best[i * COLUMNS + blockIdx.x];
+  for (int i = threadIdx.x; i < candidates; i += 256) {
+    float2 c = best[(size_t)i * COLUMNS + blockIdx.x];
     if (c.x > winner.x || (c.x == winner.x && __float_as_int(c.y) < __float_as_int(winner.y))) winner = c;
   }
   found[threadIdx.x] = winner;

@@ -79,6 +79,17 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   return s * up;
 }
 
+// Copies x [tokens][HIDDEN] to shared memory; in FP8 pair order (0, 2, 1, 3 within each four) for the shared expert.
+__device__ __forceinline__ void stage_x(bf16_t *xs, const bf16_t *x, int tokens, bool fp8_order) {
+  for (int i = threadIdx.x; i < tokens * HIDDEN / 4; i += blockDim.x) {
+    int token = i / (HIDDEN / 4), k = i % (HIDDEN / 4) * 4;
+    uint2 v = *(const uint2 *)(x + (size_t)token * HIDDEN + k);
+    if (fp8_order) v = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
+    *(uint2 *)(xs + token * X_STRIDE + k) = v;
+  }
+  __syncthreads();
+}
+
 // Activation buffer: [1 + TOKENS * TOP_K][COLUMNS][INTER]; entry 0 is the shared expert, stored in FP8 pair order.
 extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32)
     gate_up(const bf16_t *__restrict__ x, const uint4 *__restrict__ w13, const uint2 *__restrict__ s13,
@@ -92,27 +103,20 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32)
   int block = blockIdx.x, u = (int)blockIdx.y - 1;
   bool is_shared = blockIdx.y == SHARED_EXPERT;
   let_consumer_start();
+  wait_for_producer();
 
   uint32_t mask = (1u << tokens) - 1;
   int expert = 0;
   if (!is_shared) {
-    wait_for_producer();
     if (u >= schedule->unique) return;
     mask = schedule->tokens[u];
     expert = schedule->expert[u];
   }
-  for (int i = threadIdx.x; i < tokens * HIDDEN / 4; i += blockDim.x) {
-    int token = i / (HIDDEN / 4), k = i % (HIDDEN / 4) * 4;
-    uint2 v = *(const uint2 *)(x + (size_t)token * HIDDEN + k);
-    if (is_shared) v = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
-    *(uint2 *)(xs + token * X_STRIDE + k) = v;
-  }
-  __syncthreads();
-
   float acc[2][4][4] = {};
   bool used = (mask >> g) & 1;
   const uint32_t *column = (const uint32_t *)(xs + (used ? g : 0) * X_STRIDE);
   if (is_shared) {
+    stage_x(xs, x, tokens, true);
     constexpr int CHUNKS = HIDDEN / 64;
     for (int chunk = warp; chunk < CHUNKS; chunk += GATE_UP_WARPS) {
 #pragma unroll
@@ -126,20 +130,35 @@ extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32)
       }
     }
   } else {
-    constexpr int N64 = 2 * INTER / 64, STEPS = HIDDEN / 32;
+    constexpr int N64 = 2 * INTER / 64, STEPS = HIDDEN / 32, AHEAD = 3;
     const uint4 *codes = w13 + (size_t)expert * (HIDDEN / 16) * N64 * 32 + lane;
     const uint2 *scales = s13 + (size_t)expert * STEPS * N64 * 8 + g;
-#pragma unroll 2
-    for (int step = warp; step < STEPS; step += GATE_UP_WARPS) {
-      uint32_t b[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) b[i] = used ? column[step * 16 + 4 * i + t] : 0u;
+    uint4 code[AHEAD][2][2];
+    uint2 scale[AHEAD][2];
+    auto fetch = [&](int slot, int step) {
+      step = min(step, STEPS - 1);
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         int n64 = block + m * (INTER / 64);
-        uint4 code[2] = {load_stream(codes + ((size_t)(2 * step) * N64 + n64) * 32),
-                         load_stream(codes + ((size_t)(2 * step + 1) * N64 + n64) * 32)};
-        step_e2m1(acc[m], code, load_stream(scales + ((size_t)step * N64 + n64) * 8), b);
+        code[slot][m][0] = load_stream(codes + ((size_t)(2 * step) * N64 + n64) * 32);
+        code[slot][m][1] = load_stream(codes + ((size_t)(2 * step + 1) * N64 + n64) * 32);
+        scale[slot][m] = load_stream(scales + ((size_t)step * N64 + n64) * 8);
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) fetch(i, warp + i * GATE_UP_WARPS);
+    stage_x(xs, x, tokens, false);
+    for (int base = warp; base < STEPS; base += AHEAD * GATE_UP_WARPS) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) {
+        int step = base + i * GATE_UP_WARPS;
+        if (step >= STEPS) break;
+        uint32_t b[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) b[j] = used ? column[step * 16 + 4 * j + t] : 0u;
+#pragma unroll
+        for (int m = 0; m < 2; m++) step_e2m1(acc[m], code[i][m], scale[i][m], b);
+        if (step + AHEAD * GATE_UP_WARPS < STEPS) fetch(i, step + AHEAD * GATE_UP_WARPS);
       }
     }
   }
@@ -175,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32)
          const uint8_t *__restrict__ shared_w2, const float *__restrict__ shared_s2,
          const Schedule *__restrict__ schedule, bf16_t *__restrict__ out, int tokens) {
   __shared__ float partial[DOWN_WARPS][32][COLUMNS];
-  constexpr int N64 = HIDDEN / 64, STEPS = INTER / 32, PARTS = 4, CHUNKS = INTER / 64;
+  constexpr int N64 = HIDDEN / 64, STEPS = INTER / 32, PARTS = 4, MINE = STEPS / PARTS, CHUNKS = INTER / 64;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   int n64 = blockIdx.x >> 1, half = blockIdx.x & 1;
   float total[2][4] = {};
@@ -191,17 +210,26 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32)
     const uint2 *scales = s2 + (expert * STEPS * N64 + n64) * 8 + g;
     const uint32_t *column = (const uint32_t *)(act + ((size_t)(u + 1) * COLUMNS + g) * INTER);
     float acc[2][4] = {};
-#pragma unroll 4
-    for (int step = part * STEPS / PARTS; step < (part + 1) * STEPS / PARTS; step++) {
-      uint2 code[2] = {load_stream(codes + (size_t)(2 * step) * N64 * 64), load_stream(codes + (size_t)(2 * step + 1) * N64 * 64)};
-      uint2 scale = load_stream(scales + (size_t)step * N64 * 8);
+    uint2 code[MINE][2], scale[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      int step = part * MINE + i;
+      code[i][0] = load_stream(codes + (size_t)(2 * step) * N64 * 64);
+      code[i][1] = load_stream(codes + (size_t)(2 * step + 1) * N64 * 64);
+      scale[i] = load_stream(scales + (size_t)step * N64 * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      int step = part * MINE + i;
+      uint32_t four = half ? scale[i].y : scale[i].x;
 #pragma unroll
       for (int k16 = 0; k16 < 2; k16++) {
         uint32_t b0 = used ? column[step * 16 + k16 * 8 + t] : 0u, b1 = used ? column[step * 16 + k16 * 8 + 4 + t] : 0u;
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-          uint32_t a[4], four = half ? scale.y : scale.x;
-          unpack_e2m1(a, tile ? code[k16].y : code[k16].x, (four >> (16 * tile)) & 255u, (four >> (16 * tile + 8)) & 255u);
+          uint32_t a[4];
+          unpack_e2m1(a, tile ? code[i][k16].y : code[i][k16].x, (four >> (16 * tile)) & 255u,
+                      (four >> (16 * tile + 8)) & 255u);
           mma_16816(acc[tile], a, b0, b1);
         }
       }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.servers import ServerError, find_faults, free_port, running, stop_group
+from vllm_ling.eval.servers import ServerError, find_cause, find_faults, free_port, running, stop_group
 
 # Answers every GET, after starting a child that outlives its parent and shrugs off SIGTERM.
 STUBBORN = """
@@ -123,3 +123,13 @@ def test_faults_are_read_from_a_server_log() -> None:
 """
     assert find_faults(log) == {"draft_head": "reads FP8 as BF16", "head_probe": "top-1 agreement 12.5%"}
     assert find_faults("INFO nothing to see") == {}
+
+
+def test_the_cause_of_death_is_found_above_later_tracebacks() -> None:
+    log = """\
+(Worker pid=7) ERROR 12-01 05:09:13 [x.py:9] vllm_ling.errors.LingError: lm_head.weight: stored as F8_E4M3
+(EngineCore pid=6) ERROR 12-01 05:09:14 [core.py:1] RuntimeError: Engine core initialization failed
+"""
+    assert find_cause(log) == ": lm_head.weight: stored as F8_E4M3"
+    assert find_cause("vllm-ling: error: unknown option ling.x\n") == ": unknown option ling.x"
+    assert find_cause("RuntimeError: other") == ""

@@ -3,10 +3,9 @@
 
 import json
 import struct
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ling.errors import LingError
 
@@ -32,8 +31,7 @@ _BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lies: bytes [begin, end) after the header of `file`."""
 
     file: str
@@ -62,10 +60,11 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         raise LingError(f"{folder}: no .safetensors files")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        for name, info in read_file_header(folder / file).items():
-            if name in tensors:
-                raise LingError(f"{name}: stored twice, in {tensors[name].file} and {file}")
-            tensors[name] = info
+        shard = read_file_header(folder / file)
+        if twice := tensors.keys() & shard.keys():
+            name = min(twice)
+            raise LingError(f"{name}: stored twice, in {tensors[name].file} and {file}")
+        tensors |= shard
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise LingError(f"{INDEX} places {name} in {file}, but that shard does not hold it")
@@ -79,7 +78,7 @@ def read_index(folder: Path) -> dict[str, str]:
         return {}
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LingError(f"{path}: not a safetensors index ({type(error).__name__})") from None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise LingError(f"{path}: weight_map must map tensor names to file names")
@@ -107,16 +106,19 @@ def read_file_header(path: Path) -> dict[str, TensorInfo]:
             entries = json.loads(file.read(length))
     except FileNotFoundError:
         raise LingError(f"{path}: shard is missing; download the checkpoint again") from None
-    except ValueError as error:
-        if isinstance(error, LingError):
-            raise
+    except OSError as error:
+        raise LingError(f"{path}: cannot be read ({error.strerror})") from None
+    except LingError:
+        raise
+    except (ValueError, RecursionError):
         raise LingError(f"{path}: the safetensors header is not JSON") from None
     if not isinstance(entries, dict):
         raise LingError(f"{path}: the safetensors header is not an object")
     entries.pop("__metadata__", None)
-    tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
+    file_name = path.name
+    tensors = {name: _tensor(path, file_name, name, entry) for name, entry in entries.items()}
     end = 0
-    for name, info in sorted(tensors.items(), key=lambda item: item[1].begin):
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != end:
             raise LingError(f"{path}: {name} starts at byte {info.begin} where {end} was expected")
         end = info.end
@@ -127,12 +129,15 @@ def read_file_header(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
+def _tensor(path: Path, file_name: str, name: str, entry: Any) -> TensorInfo:
+    """Checks one entry. Runs once per tensor, 127,000 times for Ling-3.0-flash, hence without generators."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(type(v) is int and 0 <= v < 2**62 for v in (*shape, begin, end))
+        numbers = (*shape, begin, end)
+        sound = type(dtype) is str and set(map(type, numbers)) == {int}
+        sound = sound and min(numbers) >= 0 and max(numbers) < 2**62
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound or dtype not in _BYTES or end - begin != prod(shape) * _BYTES[dtype]:
         raise LingError(f"{path}: malformed header entry for {name}")
-    return TensorInfo(path.name, dtype, shape, begin, end)
+    return TensorInfo(file_name, dtype, shape, begin, end)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `quantization_config` section of config.json that declares each official format."""
 
-from typing import Any, Literal
+from typing import Any
 
 from vllm_ling.checkpoint.shapes import LingShape
 
 _LORA_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
-def quantization_section(shape: LingShape, fmt: Literal["fp8", "fp4", "int4"]) -> dict[str, Any]:
-    """What a checkpoint of these dimensions declares when it is stored as `fmt`."""
+def quantization_section(shape: LingShape, fmt: str) -> dict[str, Any]:
+    """What a checkpoint of these dimensions declares when it is stored as `fmt` (fp8, fp4 or int4)."""
     if fmt == "int4":
         return _int4_section()
     section: dict[str, Any] = {

@@ -51,15 +51,14 @@ class LingShape:
         Raises:
             LingError: a key is missing, contradictory or outside what this project serves; names the key.
         """
-        if ARCHITECTURE not in (config.get("architectures") or []):
-            raise LingError(
-                f"config.json: architectures {config.get('architectures')} does not hold {ARCHITECTURE}"
-            )
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
+            raise LingError(f"config.json: architectures {architectures!r} does not hold {ARCHITECTURE}")
 
-        def number(key: str, default: int | None = None) -> int:
+        def number(key: str, default: int | None = None, least: int = 1) -> int:
             value = config.get(key, default)
-            if type(value) is not int or value < 0:
-                raise LingError(f"config.json: {key} is {value!r}, expected a whole number")
+            if type(value) is not int or value < least:
+                raise LingError(f"config.json: {key} is {value!r}, expected a whole number from {least}")
             return value
 
         if config.get("tie_word_embeddings"):
@@ -89,10 +88,10 @@ class LingShape:
             num_experts_per_tok=number("num_experts_per_tok"),
             n_group=number("n_group", 1),
             topk_group=number("topk_group", 1),
-            first_k_dense_replace=number("first_k_dense_replace", 0),
+            first_k_dense_replace=number("first_k_dense_replace", 0, least=0),
             layer_group_size=number("layer_group_size"),
             short_conv_kernel_size=number("short_conv_kernel_size", 4),
-            num_nextn_predict_layers=number("num_nextn_predict_layers", 0),
+            num_nextn_predict_layers=number("num_nextn_predict_layers", 0, least=0),
             mla_gate=config.get("gated_attention_proj_granularity_type"),
             routed_limits=_limits(config, "expert_swiglu_limit_list", layers),
             shared_limits=_limits(config, "share_expert_swiglu_limit_list", layers),
@@ -109,7 +108,9 @@ class LingShape:
             config = json.loads(path.read_text())
         except FileNotFoundError:
             raise LingError(f"{path}: no such file") from None
-        except ValueError:
+        except OSError as error:
+            raise LingError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError):
             raise LingError(f"{path}: not valid JSON") from None
         if not isinstance(config, dict):
             raise LingError(f"{path}: not a JSON object")
@@ -117,19 +118,15 @@ class LingShape:
 
     def _check(self) -> None:
         rules = (
-            (self.layer_group_size > 0, f"layer_group_size is {self.layer_group_size}"),
+            (self.num_experts % self.n_group == 0, "n_group does not divide num_experts"),
+            (self.topk_group <= self.n_group, "topk_group exceeds n_group"),
             (
-                self.n_group > 0 and self.num_experts % self.n_group == 0,
-                "n_group does not divide num_experts",
-            ),
-            (0 < self.topk_group <= self.n_group, "topk_group must lie between 1 and n_group"),
-            (
-                0 < self.num_experts_per_tok <= self.num_experts // max(self.n_group, 1) * self.topk_group,
+                self.num_experts_per_tok <= self.num_experts // self.n_group * self.topk_group,
                 "num_experts_per_tok exceeds the experts of topk_group groups",
             ),
             (
                 self.mla_gate in (None, "head_wise", "element_wise"),
-                f"unknown gate granularity {self.mla_gate!r}",
+                f"unknown gated_attention_proj_granularity_type {self.mla_gate!r}",
             ),
         )
         for holds, problem in rules:
@@ -165,6 +162,8 @@ def _limits(config: Mapping[str, Any], key: str, layers: int) -> tuple[float | N
         return (None,) * layers
     if not isinstance(values, list) or len(values) < layers:
         raise LingError(f"config.json: {key} needs {layers} entries, one per layer")
+    if not all(value is None or type(value) in (int, float) for value in values):
+        raise LingError(f"config.json: {key} must hold numbers")
     return tuple(float(value) if value else None for value in values[:layers])
 
 
@@ -173,7 +172,7 @@ def _format(quantization: Any) -> tuple[Format, tuple[str, ...]]:
         return "bf16", ()
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "compressed-tensors":
-        return "int4", tuple(quantization.get("ignore") or ())
+        return "int4", _names(quantization, "ignore")
     if method != "fp8":
         raise LingError(
             f"config.json: quantization_config.quant_method {method!r} is not supported "
@@ -181,8 +180,18 @@ def _format(quantization: Any) -> tuple[Format, tuple[str, ...]]:
         )
     if quantization.get("weight_block_size") != [128, 128]:
         raise LingError("config.json: quantization_config.weight_block_size must be [128, 128]")
-    excluded = tuple(quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ())
+    excluded = _names(quantization, "modules_to_not_convert") or _names(quantization, "ignored_layers")
     experts = quantization.get("routed_experts_quant_method")
     if experts not in (None, "mxfp4"):
         raise LingError(f"config.json: routed_experts_quant_method {experts!r} is not supported (mxfp4 is)")
+    group = quantization.get("routed_experts_group_size", 32)
+    if experts == "mxfp4" and group != 32:
+        raise LingError(f"config.json: routed_experts_group_size {group!r} is not supported (32 is)")
     return ("fp4" if experts == "mxfp4" else "fp8"), excluded
+
+
+def _names(quantization: dict[str, Any], key: str) -> tuple[str, ...]:
+    values = quantization.get(key) or []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise LingError(f"config.json: quantization_config.{key} must be a list of module names")
+    return tuple(values)

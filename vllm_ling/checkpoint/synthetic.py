@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_ling.checkpoint.quantization import quantization_section
-from vllm_ling.checkpoint.shapes import Format, LingShape
+from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.checkpoint.tensors import TensorSpec, expected_tensors
 from vllm_ling.quant.block_fp8 import quantize_block_fp8
 from vllm_ling.quant.int4 import quantize_int4
@@ -21,7 +21,7 @@ _GAIN = 1.5
 _FLOAT32 = ("A_log", "dt_bias", "expert_bias")
 
 
-def mini_config(shape: Literal["flash", "tiny"], fmt: Format, mtp: bool, clamp: float) -> dict[str, Any]:
+def mini_config(shape: Literal["flash", "tiny"], fmt: str, mtp: bool, clamp: float) -> dict[str, Any]:
     """A valid `config.json` with the structure of Ling-3.0-flash (q_lora null) or -tiny (q_lora, no clamps), small."""
     layers, group = (4, 2) if shape == "tiny" else (6, 3)
     config: dict[str, Any] = {
@@ -81,7 +81,7 @@ def mini_config(shape: Literal["flash", "tiny"], fmt: Format, mtp: bool, clamp: 
 def make_checkpoint(
     folder: Path,
     shape: Literal["flash", "tiny"] = "flash",
-    fmt: Format = "fp4",
+    fmt: str = "fp4",
     seed: int = 0,
     mtp: bool = True,
     clamp: float = 0.3,

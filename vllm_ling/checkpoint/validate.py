@@ -41,6 +41,7 @@ def validate_checkpoint(folder: Path) -> CheckpointFacts:
 
     problems = _expert_count(shape, headers)
     problems += [f"{name}: missing from the checkpoint" for name in expected if name not in headers]
+    wrong_dtype: list[str] = []
     for name, info in headers.items():
         spec = expected.get(name)
         if spec is None:
@@ -48,7 +49,10 @@ def validate_checkpoint(folder: Path) -> CheckpointFacts:
         elif info.shape != spec.shape:
             problems.append(f"{name} ({info.file}): shape {list(info.shape)}, expected {list(spec.shape)}")
         elif info.dtype not in spec.dtypes:
-            problems.append(_dtype_problem(name, info, spec, _idle_exclusions(shape, headers)))
+            wrong_dtype.append(name)
+    if wrong_dtype:
+        idle = _idle_exclusions(shape, headers)
+        problems += [_dtype_problem(name, headers[name], expected[name], idle) for name in wrong_dtype]
     if problems:
         more = f" (and {len(problems) - 1:,} more problems)" if len(problems) > 1 else ""
         raise LingError(f"{folder}: {problems[0]}{more}")
@@ -101,7 +105,8 @@ def _forget_absent_mtp(
 
 
 def _expert_count(shape: LingShape, headers: dict[str, TensorInfo]) -> list[str]:
-    stored = {int(name.split(".experts.")[1].split(".")[0]) for name in headers if ".mlp.experts." in name}
+    rests = (name.partition(".mlp.experts.")[2] for name in headers)
+    stored = {rest.partition(".")[0] for rest in rests if rest}
     if stored and len(stored) != shape.num_experts:
         return [
             f"config.json: num_experts is {shape.num_experts}, but the checkpoint holds {len(stored)} experts"

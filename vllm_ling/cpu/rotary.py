@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding on the CPU through vLLM's own torch formula.
+"""Rotary embedding for vLLM on a CPU."""
 
-What: `forward_cpu` = `forward_native`. Why: the C++ op assumes [tokens, heads * dim]; MLA passes [tokens, heads, dim]
-and strided views, of which it rotates one head only, without an error. Remove when: the op checks or honours shapes.
-"""
-
-from typing import Any
-
+import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 
-class NativeRotaryEmbedding(RotaryEmbedding):
-    """Same parameters and cache, torch arithmetic."""
+class CpuRotaryEmbedding(RotaryEmbedding):
+    """Takes the CPU to upstream's torch form.
 
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward_native(*args, **kwargs)
+    Why: `RotaryEmbedding.forward_cpu` hands its tensors to a kernel that reads them as [tokens, heads * head_dim]. MLA
+    passes [tokens, heads, 64] and a strided key, so only the first head is rotated, silently.
+    Upstream: vllm/model_executor/layers/rotary_embedding/base.py, the same in 0.32 and 0.33; not reported as of 0.33.
+    Remove when: `forward_cpu` checks or handles three-dimensional and strided inputs.
+    """
+
+    def forward_cpu(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """positions: [tokens]; query, key: [tokens, heads, rotary_dim], any strides."""
+        return self.forward_native(positions, query, key)
