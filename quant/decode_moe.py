@@ -59,6 +59,29 @@ def unsupported(shape: MoEShape) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
+def defines(shape: MoEShape, max_tokens: int, pdl: bool) -> dict[str, int | str]:
+    """Compile-time constants of moe_decode.cu and router.cu."""
+    return {
+        "HIDDEN": shape.hidden,
+        "INTER": shape.intermediate,
+        "EXPERTS": shape.experts,
+        "TOP_K": shape.top_k,
+        "TOKENS": max_tokens,
+        "GROUPS": shape.groups,
+        "TOP_GROUPS": shape.top_groups,
+        "GATE_TYPE": "bf16_t" if shape.gate_bf16 else "float",
+        "WIDE_SCALES": int(shape.wide_scales),
+        "GATE_UP_WARPS": _GATE_UP_WARPS,
+        "DOWN_WARPS": _DOWN_WARPS,
+        "USE_PDL": int(pdl),
+    }
+
+
+def gate_up_shared_bytes(shape: MoEShape, max_tokens: int) -> int:
+    """Dynamic shared memory of `gate_up`: the staged tokens and the warps' partial sums."""
+    return max_tokens * (shape.hidden + 8) * 2 + _GATE_UP_WARPS * 2 * 64 * 8 * 4
+
+
 class MoEDecoder:
     """Compiled kernels and scratch buffers for one shape and up to `max_tokens` tokens; reused by all its layers."""
 
@@ -66,26 +89,12 @@ class MoEDecoder:
         self, shape: MoEShape, max_tokens: int, device: torch.device, arch: str, cache: Path | None, pdl: bool
     ) -> None:
         self.shape, self.max_tokens, self._pdl = shape, max_tokens, pdl
-        defines: dict[str, int | str] = {
-            "HIDDEN": shape.hidden,
-            "INTER": shape.intermediate,
-            "EXPERTS": shape.experts,
-            "TOP_K": shape.top_k,
-            "TOKENS": max_tokens,
-            "GROUPS": shape.groups,
-            "TOP_GROUPS": shape.top_groups,
-            "GATE_TYPE": "bf16_t" if shape.gate_bf16 else "float",
-            "WIDE_SCALES": int(shape.wide_scales),
-            "GATE_UP_WARPS": _GATE_UP_WARPS,
-            "DOWN_WARPS": _DOWN_WARPS,
-            "USE_PDL": int(pdl),
-        }
-        moe, router = build("moe_decode.cu", defines, arch, cache), build("router.cu", defines, arch, cache)
+        flags = defines(shape, max_tokens, pdl)
+        moe, router = build("moe_decode.cu", flags, arch, cache), build("router.cu", flags, arch, cache)
         self.origin = moe.origin
-        gate_up_shared = max_tokens * (shape.hidden + 8) * 2 + _GATE_UP_WARPS * 2 * 64 * 8 * 4
         self._logits_kernel = Kernel(router.cubin, "router_logits")
         self._route = Kernel(router.cubin, "route")
-        self._gate_up = Kernel(moe.cubin, "gate_up", gate_up_shared)
+        self._gate_up = Kernel(moe.cubin, "gate_up", gate_up_shared_bytes(shape, max_tokens))
         self._down = Kernel(moe.cubin, "down")
         pairs = max_tokens * shape.top_k
         self.logits = torch.empty(max_tokens, shape.experts, device=device)

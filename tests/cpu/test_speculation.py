@@ -15,7 +15,7 @@ from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
 
 PROMPTS, TOKENS = 64, 96
-# BF16 keeps 8 significant bits: neighbouring values differ by 2^-7 of their size, and either logit may round either way.
+# BF16 keeps 8 significant bits: neighbours differ by 2^-7 of their size, and either logit may round either way.
 BF16_STEP = 2.0**-6
 
 pytestmark = pytest.mark.slow
