@@ -24,6 +24,7 @@ from vllm_ling.quant.claim import LingQuantConfig
 from vllm_ling.quant.head import head_method
 from vllm_ling.quant.linear_block_fp8 import BlockFp8CpuMethod
 from vllm_ling.quant.moe import moe_method
+from vllm_ling.quant.moe_policy import ExpertFormat
 
 
 class LingFp8Config(Fp8Config):
@@ -36,7 +37,7 @@ class LingFp8Config(Fp8Config):
         if isinstance(layer, ParallelLMHead):
             return head_method(layer, prefix, get_current_vllm_config())
         if isinstance(layer, RoutedExperts):
-            fmt = "mxfp4" if self.store_dtype == "mxfp4" else "fp8"
+            fmt: ExpertFormat = "mxfp4" if self.store_dtype == "mxfp4" else "fp8"
             return moe_method(
                 layer, fmt, stock=lambda: super(LingFp8Config, self).get_quant_method(layer, prefix)
             )

@@ -48,7 +48,7 @@ class HeadFp8Method(QuantizeMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -59,16 +59,18 @@ class HeadFp8Method(QuantizeMethodBase):
         """Registers `weight` (e4m3 [rows, hidden]) and its scale, NaN until loaded."""
         rows, hidden = sum(output_partition_sizes), input_size_per_partition
         weight = Parameter(torch.empty(rows, hidden, dtype=torch.float8_e4m3fn), requires_grad=False)
-        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        attributes = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
+        if self._source == "fp8_online":
+            attributes["weight_loader"] = lambda param, loaded: self._quantize(layer, loaded)
+            attributes["ling_source_dtypes"] = (torch.bfloat16, torch.float16, torch.float32)
+        set_weight_attrs(weight, attributes)
         layer.register_parameter("weight", weight)
         if self._source == "fp8_block":
             self._register_scale(layer, "weight_scale_inv", (_blocks(rows, 0), _blocks(hidden, 1)), _BLOCK[0])
             return
         self._register_scale(layer, "weight_scale", (rows,), 1)
         if self._source == "fp8_online":
-            weight.weight_loader = lambda param, loaded: self._quantize(layer, loaded)
-            weight.ling_source_dtypes = (torch.bfloat16, torch.float16, torch.float32)
-            layer.weight_scale.ling_computed = True
+            set_weight_attrs(layer.weight_scale, {"ling_computed": True})
 
     def _register_scale(self, layer: Any, name: str, shape: tuple[int, ...], rows_per_scale: int) -> None:
         scale = Parameter(torch.full(shape, torch.nan, dtype=torch.float32), requires_grad=False)
@@ -83,7 +85,7 @@ class HeadFp8Method(QuantizeMethodBase):
             param.data.fill_(1)
             param.data[: part.shape[0]].copy_(part)
 
-        scale.weight_loader = load
+        set_weight_attrs(scale, {"weight_loader": load})
         layer.register_parameter(name, scale)
 
     def _quantize(self, layer: Any, loaded: torch.Tensor) -> None:
@@ -113,7 +115,7 @@ class HeadFp8Method(QuantizeMethodBase):
         else:
             raise LingError(f"lm_head.weight: FP8 drifts from BF16: {result}; start with ling.lm_head=bf16")
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.dtype != torch.float8_e4m3fn:
             return
         scale = self.scale(layer)
@@ -132,9 +134,7 @@ class HeadFp8Method(QuantizeMethodBase):
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
         return layer.weight_scale_inv if self._source == "fp8_block" else layer.weight_scale
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., rows] of hidden states `x` [..., hidden], in x's dtype."""
         if layer.weight.dtype != torch.float8_e4m3fn:
             return F.linear(x, layer.weight.to(x.dtype), bias)

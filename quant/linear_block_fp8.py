@@ -32,7 +32,7 @@ class BlockFp8CpuMethod(UnquantizedLinearMethod):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -67,7 +67,7 @@ class BlockFp8CpuMethod(UnquantizedLinearMethod):
         )
         layer.register_parameter("weight_scale_inv", scale)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         dense = dequantize_block_fp8(layer.weight, layer.weight_scale_inv, self._block, layer.orig_dtype)
         replace_parameter(layer, "weight", dense)
         del layer.weight_scale_inv

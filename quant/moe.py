@@ -2,7 +2,7 @@
 """Picks and builds the method of a layer's routed experts, and puts Ling's clamp into stock GPU backends."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -25,7 +25,9 @@ def moe_method(layer: Any, fmt: ExpertFormat, stock: Callable[[], Any]) -> Fused
     """
     options = parse_options(get_current_vllm_config().additional_config)
     limit = layer.swiglu_limit
-    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "other"
+    device: Literal["cpu", "cuda", "other"] = "other"
+    if current_platform.is_cpu() or current_platform.is_cuda():
+        device = "cpu" if current_platform.is_cpu() else "cuda"
     facts = MoEFacts(fmt, device, limit is not None, layer.moe_config.moe_backend)
     choice, reason = choose_moe(options.moe, facts)
     choose(f"moe {fmt}{' clamped' if limit else ''}", choice, reason)

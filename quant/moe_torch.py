@@ -60,7 +60,9 @@ class TorchMoEMethod(FusedMoEMethodBase):
         for stem, (rows, cols) in shapes.items():
             for field in FIELDS[self._fmt]:
                 shape = (num_experts, -(-rows // field.rows), -(-cols // field.cols))
-                param = Parameter(torch.zeros(shape, dtype=field.dtype or params_dtype), requires_grad=False)
+                param: Any = Parameter(
+                    torch.zeros(shape, dtype=field.dtype or params_dtype), requires_grad=False
+                )
                 set_weight_attrs(param, extra_weight_attrs)
                 if field.scale_kind is not None:
                     param.quant_method = field.scale_kind
@@ -70,7 +72,9 @@ class TorchMoEMethod(FusedMoEMethodBase):
                     param.weight_loader = _loads_e8m0(extra_weight_attrs["weight_loader"])
                 layer.register_parameter(f"{stem}_{field.suffix}", param)
             if self._fmt == "int4":
-                shape_param = Parameter(torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False)
+                shape_param: Any = Parameter(
+                    torch.zeros(num_experts, 2, dtype=torch.int64), requires_grad=False
+                )
                 set_weight_attrs(shape_param, extra_weight_attrs)
                 shape_param.ling_source_dtypes = (torch.int64, torch.int32)
                 layer.register_parameter(f"{stem}_weight_shape", shape_param)

@@ -39,7 +39,7 @@ class UnboundHeadMethod(QuantizeMethodBase):
 
 def nan_weight(layer: Any) -> Parameter:
     """A single NaN row [1, hidden]: reading it by mistake cannot look like a prediction."""
-    weight = Parameter(torch.full((1, layer.embedding_dim), torch.nan), requires_grad=False)
+    weight: Any = Parameter(torch.full((1, layer.embedding_dim), torch.nan), requires_grad=False)
     weight.ling_computed = True  # never filled from a checkpoint
     return weight
 
