@@ -3,16 +3,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import vllm_ling
 from vllm_ling import cli
+from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.errors import LingError
 
 runner = CliRunner()
@@ -98,3 +101,40 @@ def test_bad_input_is_named_before_anything_heavy_starts(
     (line,) = done.stderr.splitlines()
     assert line.startswith("vllm-ling: error: ") and named in line
     assert [path.name for path in tmp_path.iterdir()] == ["CHECKPOINT"]
+
+
+def damaged(folder: Path, how: str) -> Path:
+    """A copy of tiny-ling with one thing wrong."""
+    model = Path(shutil.copytree(tiny_ling_path(), folder / "model"))
+    (shard,) = model.glob("*.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    if how == "truncated shard":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif how == "missing scale":
+        tensors = load_file(shard)
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"]
+        save_file(tensors, shard)
+        (model / "model.safetensors.index.json").unlink()
+    elif how == "wrong expert count":
+        (model / "config.json").write_text(json.dumps(config | {"num_experts": 32}))
+    elif how == "tied head":
+        (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("truncated shard", ".safetensors"),
+        ("missing scale", "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"),
+        ("wrong expert count", "num_experts"),
+        ("tied head", "tie_word_embeddings"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line_without_starting_vllm(
+    how: str, named: str, tmp_path: Path
+) -> None:
+    done = vllm_ling_command("serve", str(damaged(tmp_path, how)), cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vllm-ling: error: ") and named in line

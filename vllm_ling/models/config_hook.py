@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs in the front process when a Ling model's vLLM config is built: refuses early what could only fail late."""
 
+from pathlib import Path
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -18,15 +19,15 @@ class LingConfigHook(VerifyAndUpdateConfig):
         """
         from vllm.platforms import current_platform
 
-        from vllm_ling.checkpoint.locate import resolve_model
         from vllm_ling.checkpoint.validate import validate_checkpoint
         from vllm_ling.options import parse_options
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
 
         options = parse_options(vllm_config.additional_config)
-        folder = resolve_model(vllm_config.model_config.model)
-        if folder is not None and vllm_config.load_config.load_format != "dummy":
+        # A cached download may be incomplete, and vLLM fetches the rest: only folders are judged before loading.
+        folder = Path(vllm_config.model_config.model)
+        if folder.is_dir() and vllm_config.load_config.load_format != "dummy":
             validate_checkpoint(folder)
         choose_head(options, head_facts(vllm_config))
         if current_platform.is_cpu():
