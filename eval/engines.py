@@ -79,12 +79,18 @@ class EngineError(RuntimeError):
 
 
 def run_engines(
-    specs: list[EngineSpec], *, stock: bool = False, timeout_s: float = 900, keep_going: bool = False
+    specs: list[EngineSpec],
+    *,
+    stock: bool = False,
+    timeout_s: float = 900,
+    keep_going: bool = False,
+    environment: dict[str, str] | None = None,
 ) -> list[EngineRun]:
     """Runs the engines one after another in one fresh process.
 
     Args:
         stock: with vllm-ling disabled.
+        environment: more variables for the process.
         keep_going: record an engine that fails (`EngineRun.error`) and go on with the next.
 
     Raises:
@@ -96,6 +102,7 @@ def run_engines(
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         "VLLM_LING_DISABLE": "1" if stock else "0",
+        **(environment or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "specs.json"), Path(folder, "runs.json")

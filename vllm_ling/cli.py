@@ -61,8 +61,8 @@ def quantize(
     format: Annotated[Literal["fp4", "fp8", "int4"], typer.Option(help="Official format to write.")] = "fp4",
     head: Annotated[Literal["bf16", "fp8"], typer.Option(help="How to store the output head.")] = "bf16",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the finished shards of an interrupted run.")
-    ] = False,
+        bool, typer.Option("--resume/--no-resume", help="Keep the finished shards of an interrupted run.")
+    ] = True,
 ) -> None:
     """Quantize a BF16 Ling checkpoint, shard by shard."""
     from vllm_ling.checkpoint.locate import resolve_model
