@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from vllm_ling.quant.chunks import as_rows, row_chunks
+
 BLOCK = 32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Largest E2M1 exponent; the OCP rule takes floor(log2(amax)) minus this as the block's exponent.
@@ -30,9 +32,19 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: K is not a multiple of 32, or a value is NaN or Inf.
     """
-    if weight.shape[-1] % BLOCK:
+    if weight.ndim == 0 or weight.shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 needs a last dimension divisible by {BLOCK}, got {list(weight.shape)}")
-    blocks = weight.float().unflatten(-1, (-1, BLOCK))
+    lead, size = weight.shape[:-1], weight.shape[-1]
+    rows = as_rows(weight)
+    codes = torch.empty(rows.shape[0], size // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(rows.shape[0], size // BLOCK, dtype=torch.uint8, device=weight.device)
+    for part in row_chunks(*rows.shape):
+        codes[part], scale[part] = _quantize(rows[part])
+    return codes.view(*lead, size // 2), scale.view(*lead, size // BLOCK)
+
+
+def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = rows.float().view(rows.shape[0], rows.shape[1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(-1)
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("MXFP4 cannot hold NaN or Inf")
@@ -63,9 +75,17 @@ def dequantize_mxfp4(
     Raises:
         ValueError: the shapes do not belong together.
     """
-    if codes.shape[:-1] != scale.shape[:-1] or codes.shape[-1] != scale.shape[-1] * BLOCK // 2:
+    if (
+        codes.ndim == 0
+        or codes.shape[:-1] != scale.shape[:-1]
+        or codes.shape[-1] != scale.shape[-1] * BLOCK // 2
+    ):
         raise ValueError(f"MXFP4 codes {list(codes.shape)} and scales {list(scale.shape)} do not match")
     table = torch.tensor(_VALUES + tuple(-v for v in _VALUES), device=codes.device)
-    pairs = torch.stack([table[(codes & 15).int()], table[(codes >> 4).int()]], dim=-1)
-    blocks = pairs.flatten(-2).unflatten(-1, (-1, BLOCK))
-    return (blocks * e8m0_to_float(scale)[..., None]).flatten(-2).to(dtype)
+    rows, row_scale = as_rows(codes), as_rows(scale)
+    values = torch.empty(rows.shape[0], 2 * rows.shape[1], dtype=dtype, device=codes.device)
+    for part in row_chunks(*values.shape):
+        pairs = torch.stack([table[(rows[part] & 15).int()], table[(rows[part] >> 4).int()]], dim=-1)
+        blocks = pairs.view(*row_scale[part].shape, BLOCK) * e8m0_to_float(row_scale[part])[..., None]
+        values[part] = blocks.flatten(1)
+    return values.view(*codes.shape[:-1], 2 * codes.shape[-1])

@@ -6,9 +6,13 @@ sit at a tie: the two best logits closer than the rounding step of a BF16 logit 
 """
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from vllm_ling.checkpoint.locate import tiny_ling_path
@@ -30,8 +34,20 @@ def prompts() -> list[list[int]]:
     return [asked[0][:1], *asked[1:]]
 
 
+def without_mtp_weights(folder: Path) -> Path:
+    """tiny-ling with an MTP layer of zeros: it loads, and drafts nothing useful."""
+    shutil.copytree(tiny_ling_path(), folder)
+    (shard,) = folder.glob("*.safetensors")
+    tensors = load_file(shard)
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.6."):
+            tensors[name] = torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype)
+    save_file(tensors, shard)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, EngineRun]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineRun]]:
     specs = []
     for dtype, concurrency in (("float32", 1), ("float32", 4), ("bfloat16", 4)):
         for drafts in (0, 3):
@@ -47,6 +63,8 @@ def runs() -> Iterator[dict[str, EngineRun]]:
                     top_logits=2 if dtype == "bfloat16" else 0,
                 )
             )
+    zeros = without_mtp_weights(tmp_path_factory.mktemp("zeros") / "model")
+    specs.append(EngineSpec("mtp zeros", str(zeros), prompts()[:8], max_tokens=TOKENS, draft_tokens=3))
     yield {run.name: run for run in run_engines(specs, timeout_s=1500)}
 
 
@@ -66,6 +84,12 @@ def test_drafts_are_accepted_and_the_head_is_proven(name: str, runs: dict[str, E
     assert run.accept_length is not None and run.accept_length > 2.3
     assert {"draft_head", "head_probe"} <= run.status["proofs"].keys()
     assert not run.status["faults"]
+
+
+def test_mtp_layer_of_zeros_drafts_nothing_and_changes_nothing(runs: dict[str, EngineRun]) -> None:
+    zeros = runs["mtp zeros"]
+    assert zeros.accept_length is not None and zeros.accept_length < 1.3
+    assert zeros.tokens == runs["float32-4-0"].tokens[:8]
 
 
 def test_bf16_differs_at_ties_only(runs: dict[str, EngineRun]) -> None:

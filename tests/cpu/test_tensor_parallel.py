@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     # Four heads: two a rank make whole 128-row blocks of the query projection (2 x 192 rows).
-    folder = make_checkpoint(tmp_path / "fp4", fmt="fp4", seed=5, num_attention_heads=4, num_key_value_heads=4)
+    folder = make_checkpoint(
+        tmp_path / "fp4", fmt="fp4", seed=5, num_attention_heads=4, num_key_value_heads=4
+    )
     one = EngineSpec("one", str(folder), prompts(512)[:6], max_tokens=16, first_logits=True)
     two = replace(one, name="two", engine={"tensor_parallel_size": 2})
     drafted = replace(two, name="two, MTP", draft_tokens=3, first_logits=False)

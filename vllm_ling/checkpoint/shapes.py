@@ -12,6 +12,20 @@ from vllm_ling.errors import LingError
 
 Format = Literal["bf16", "fp8", "fp4", "int4"]
 
+# Above any published Ling; keeps a damaged config from asking for a table of a billion tensors.
+_MOST = {"num_hidden_layers": 256, "num_nextn_predict_layers": 16, "num_experts": 4096}
+_MOST_ELSEWHERE = 2**24
+# Variants that a config may name but neither a published Ling nor the model code here has; None: the key is absent.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("bailing_hybrid",),
+    "no_kda_lora": (True,),
+    "mtp_use_kda": (False, None),
+    "use_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "norm_topk_prob": (True, None),
+    "score_function": ("sigmoid", None),
+}
+
 
 @dataclass(frozen=True)
 class LingShape:
@@ -57,12 +71,20 @@ class LingShape:
 
         def number(key: str, default: int | None = None, least: int = 1) -> int:
             value = config.get(key, default)
-            if type(value) is not int or value < least:
-                raise LingError(f"config.json: {key} is {value!r}, expected a whole number from {least}")
+            most = _MOST.get(key, _MOST_ELSEWHERE)
+            if type(value) is not int or not least <= value <= most:
+                raise LingError(
+                    f"config.json: {key} is {value!r}, expected a whole number from {least} to {most}"
+                )
             return value
 
         if config.get("tie_word_embeddings"):
             raise LingError("config.json: tie_word_embeddings is true, but Ling's output head is untied")
+        for key, allowed in _FIXED.items():
+            if config.get(key) not in allowed:
+                raise LingError(
+                    f"config.json: {key} is {config.get(key)!r}, only {allowed[0]!r} is supported"
+                )
         layers = number("num_hidden_layers")
         shared = number("num_shared_experts", 1) * number(
             "moe_shared_expert_intermediate_size", config.get("moe_intermediate_size")
@@ -105,7 +127,7 @@ class LingShape:
         """Reads `folder/config.json`; raises LingError as `from_config`, or if the file is missing or not JSON."""
         path = folder / "config.json"
         try:
-            config = json.loads(path.read_text())
+            config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise LingError(f"{path}: no such file") from None
         except OSError as error:
@@ -118,6 +140,7 @@ class LingShape:
 
     def _check(self) -> None:
         rules = (
+            (self.head_dim == 128, f"head_dim is {self.head_dim}, but KDA is implemented for 128"),
             (self.num_experts % self.n_group == 0, "n_group does not divide num_experts"),
             (self.topk_group <= self.n_group, "topk_group exceeds n_group"),
             (
@@ -164,6 +187,8 @@ def _limits(config: Mapping[str, Any], key: str, layers: int) -> tuple[float | N
         raise LingError(f"config.json: {key} needs {layers} entries, one per layer")
     if not all(value is None or type(value) in (int, float) for value in values):
         raise LingError(f"config.json: {key} must hold numbers")
+    if not all(0 <= value < float("inf") for value in values if value is not None):
+        raise LingError(f"config.json: {key} must hold 0 (no limit) or positive numbers")
     return tuple(float(value) if value else None for value in values[:layers])
 
 
@@ -172,7 +197,9 @@ def _format(quantization: Any) -> tuple[Format, tuple[str, ...]]:
         return "bf16", ()
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "compressed-tensors":
-        return "int4", _names(quantization, "ignore")
+        ignored = _names(quantization, "ignore")
+        _check_int4(quantization)
+        return "int4", ignored
     if method != "fp8":
         raise LingError(
             f"config.json: quantization_config.quant_method {method!r} is not supported "
@@ -195,3 +222,16 @@ def _names(quantization: dict[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise LingError(f"config.json: quantization_config.{key} must be a list of module names")
     return tuple(values)
+
+
+def _check_int4(quantization: dict[str, Any]) -> None:
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
+    groups = quantization.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+    fits = bool(weights) and all(isinstance(w, dict) and wanted.items() <= w.items() for w in weights)
+    if quantization.get("format") != "pack-quantized" or not fits:
+        raise LingError(
+            "config.json: quantization_config: of compressed-tensors only pack-quantized, symmetric 4-bit integers "
+            "in groups of 32 are supported"
+        )

@@ -21,9 +21,12 @@ _GAIN = 1.5
 _FLOAT32 = ("A_log", "dt_bias", "expert_bias")
 
 
-def mini_config(shape: Literal["flash", "tiny"], fmt: str, mtp: bool, clamp: float) -> dict[str, Any]:
+def mini_config(
+    shape: Literal["flash", "tiny"], fmt: str, mtp: bool, clamp: float, **overrides: Any
+) -> dict[str, Any]:
     """A valid `config.json` with the structure of Ling-3.0-flash (q_lora null) or -tiny (q_lora, no clamps), small."""
     layers, group = (4, 2) if shape == "tiny" else (6, 3)
+    layers = overrides.get("num_hidden_layers", layers)
     config: dict[str, Any] = {
         "architectures": ["BailingMoeV3ForCausalLM"],
         "model_type": "bailing_hybrid",
@@ -73,7 +76,9 @@ def mini_config(shape: Literal["flash", "tiny"], fmt: str, mtp: bool, clamp: flo
     if shape == "flash":
         config["expert_swiglu_limit_list"] = [0] * (layers - 3) + [clamp] * 3
         config["share_expert_swiglu_limit_list"] = [0] * (layers - 2) + [clamp * 1.25] * 2
-    if fmt != "bf16":
+    config |= overrides
+    # After the overrides: the modules that stay BF16 depend on the layers.
+    if fmt != "bf16" and "quantization_config" not in overrides:
         config["quantization_config"] = quantization_section(LingShape.from_config(config), fmt)
     return config
 
@@ -97,7 +102,7 @@ def make_checkpoint(
         head_fp8: store the head in FP8, with row scales, block scales, or (a fault) without.
         overrides: replace entries of config.json.
     """
-    config = mini_config(shape, fmt, mtp, clamp) | overrides
+    config = mini_config(shape, fmt, mtp, clamp, **overrides)
     tensors = random_tensors(config, seed, head_fp8)
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)

@@ -16,6 +16,7 @@ def install_cpu_layers() -> list[str]:
 
     if _installed or not current_platform.is_cpu():
         return list(_installed)
+    from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
     from vllm.v1.attention.backends.registry import (
@@ -26,11 +27,13 @@ def install_cpu_layers() -> list[str]:
 
     from vllm_ling.cpu.attention import CpuKdaBackend, CpuMlaBackend
     from vllm_ling.cpu.kda import CpuKimiDeltaAttention
+    from vllm_ling.cpu.norm import CpuRMSNorm
     from vllm_ling.cpu.rotary import CpuRotaryEmbedding
 
     register_backend(AttentionBackendEnum.CPU_MLA)(CpuMlaBackend)
     register_backend(MambaAttentionBackendEnum.GDN_ATTN, is_mamba=True)(CpuKdaBackend)
     BailingMoeV3KimiDeltaAttention.register_oot(CpuKimiDeltaAttention)
     RotaryEmbedding.register_oot(CpuRotaryEmbedding)
-    _installed.extend(["CPU_MLA", "GDN_ATTN", "BailingMoeV3KimiDeltaAttention", "RotaryEmbedding"])
+    RMSNorm.register_oot(CpuRMSNorm)
+    _installed.extend(["CPU_MLA", "GDN_ATTN", "BailingMoeV3KimiDeltaAttention", "RotaryEmbedding", "RMSNorm"])
     return list(_installed)

@@ -23,6 +23,13 @@ install_cpu_layers()
 class LingForCausalLM(BailingMoeV3ForCausalLM):
     """Target model; its output head announces itself so that a draft can prove it shares it."""
 
+    # Upstream lists this merge for the MTP layer only; without it, exclusions of q_a_proj and kv_a_proj_with_mqa (which
+    # Ling-3.0-tiny keeps in BF16) do not reach the merged layer.
+    packed_modules_mapping = {
+        **BailingMoeV3ForCausalLM.packed_modules_mapping,
+        "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+    }
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=with_ling_quantization(vllm_config), prefix=prefix)
         register_target_head(self.lm_head)
