@@ -25,23 +25,30 @@ CASES = [(shape, fmt) for shape in ("flash", "tiny") for fmt in ("bf16", "fp8", 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     root = tmp_path_factory.mktemp("formats")
-    return {
+    made = {
         (shape, fmt): make_checkpoint(
             root / f"{shape}-{fmt}", shape=shape, fmt=fmt, seed=3, mtp=shape == "flash"
         )
         for shape, fmt in CASES
     }
+    for stored in ("row", "block"):
+        made["head", stored] = make_checkpoint(root / f"head-{stored}", fmt="fp4", seed=4, head_fp8=stored)
+    return made
 
 
 @pytest.fixture(scope="module")
 def runs(folders: dict[tuple[str, str], Path]) -> Iterator[dict[str, EngineRun]]:
     specs = []
-    for (shape, fmt), folder in folders.items():
+    for shape, fmt in CASES:
+        folder = folders[shape, fmt]
         asked = prompts(_vocab(folder))
         spec = EngineSpec(
             f"{shape}-{fmt}", str(folder), asked, first_logits=True, options={"lm_head": "bf16"}
         )
         specs.append(spec)
+    for stored in ("row", "block"):
+        folder = folders["head", stored]
+        specs.append(EngineSpec(f"head-{stored}", str(folder), prompts(_vocab(folder)), first_logits=True))
     fp4 = str(folders["flash", "fp4"])
     asked = prompts(_vocab(folders["flash", "fp4"]))
     on_bytes = {"lm_head": "bf16", "moe": "reference"}
@@ -60,6 +67,15 @@ def test_engine_equals_reference(
     folder = folders[shape, fmt]
     exact = reference_logits(folder, prompts(_vocab(folder)))
     assert relative_rms(runs[f"{shape}-{fmt}"].logits, exact) < FP32_RMS
+
+
+@pytest.mark.parametrize("stored", ["row", "block"])
+def test_stored_fp8_head_is_loaded_as_it_is(
+    stored: str, folders: dict[tuple[str, str], Path], runs: dict[str, EngineRun]
+) -> None:
+    folder, run = folders["head", stored], runs[f"head-{stored}"]
+    assert run.status["choices"]["lm_head"]["choice"] == f"fp8_{stored}"
+    assert relative_rms(run.logits, reference_logits(folder, prompts(_vocab(folder)))) < FP32_RMS
 
 
 def test_packed_experts_equal_dequantized(runs: dict[str, EngineRun]) -> None:

