@@ -10,7 +10,6 @@ import torch
 
 from vllm_ling.quant.jit import Kernel, build
 
-MAX_TOKENS = 8
 _GATE_UP_WARPS, _DOWN_WARPS, _ROUTER_WARPS = 8, 16, 4
 
 

@@ -21,8 +21,9 @@ from vllm_ling.quant.head_probe import HeadProbe
 from vllm_ling.quant.row_fp8 import quantize_row_fp8
 from vllm_ling.status import choose, fault, proof
 
-# 2048 rows of 2560 values: 21 MB in FP32 twice over, below the 64 MB that loading may take on top of the head.
-_CHUNK_ROWS = 2048
+# 1024 rows of 2560 values are 10.5 MB in FP32; at most four such temporaries live at once, below the 64 MB that loading
+# may take on top of the head.
+_CHUNK_ROWS = 1024
 _BLOCK = (128, 128)
 
 

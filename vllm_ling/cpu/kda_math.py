@@ -114,7 +114,8 @@ def kda_chunks(
     toward = (total - middle).exp_()
     k_away = (k * (middle - total).exp_()).mT
     beta_k = beta * k
-    inner = torch.bmm(beta_k * toward, k_away).tril_(-1)
+    # Only what lies below the diagonal is read of `inner`; above, it may have overflowed.
+    inner = torch.bmm(beta_k * toward, k_away)
     attention = torch.bmm(q * toward, k_away).tril_()
     decay = total.exp()
     right = torch.cat([beta * v, beta_k * decay], dim=-1)

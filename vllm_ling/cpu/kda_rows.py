@@ -100,13 +100,13 @@ def plan_rows(
         length = stop - start
         if length == 0:
             continue
-        if drafts is not None and drafts[request] >= 0:
-            assert accepted is not None
-            # A request without a past is here when vLLM pads a one-token prompt to the length of a verification.
-            offset = max(accepted[request], 1) - 1 if past[request] else 0
+        verified = drafts is not None and drafts[request] >= 0
+        if verified or length == 1:
+            offset = 0
+            # A request without a past is verified when vLLM pads a one-token prompt to the length of a verification.
+            if verified and past[request] and accepted is not None:
+                offset = max(accepted[request], 1) - 1
             steps.setdefault(length, []).append((request, start, offset))
-        elif length == 1 and past[request]:
-            steps.setdefault(length, []).append((request, start, 0))
         else:
             prefill.append(PrefillRow(start, stop, slots[request][0], past[request] > 0))
     return KdaRows(
