@@ -5,6 +5,7 @@ The stock class stays the parity oracle and the way back (`VLLM_LING_DISABLE=1`)
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -25,7 +26,7 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
 
     # Upstream lists this merge for the MTP layer only; without it, exclusions of q_a_proj and kv_a_proj_with_mqa (which
     # Ling-3.0-tiny keeps in BF16) do not reach the merged layer.
-    packed_modules_mapping = {
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         **BailingMoeV3ForCausalLM.packed_modules_mapping,
         "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
     }
