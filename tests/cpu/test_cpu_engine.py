@@ -31,7 +31,7 @@ def agreeable_checkpoint(folder: Path) -> Path:
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "dense.weight", "down_proj.weight")):
-            tensor *= 0.1
+            tensor *= 0.03
     mtp = f"model.layers.{config['num_hidden_layers']}"
     eye = torch.eye(hidden)
     tensors |= {
