@@ -2,6 +2,7 @@
 """Settings of every test run: no network, no telemetry, no `gpu` test without a device, fixed hypothesis seeds."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,10 @@ from hypothesis import settings
 # Before any import of vLLM or huggingface_hub, and inherited by every process that a test starts.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+# A shell's background job starts with SIGINT ignored, and every child would inherit that: the tests of Ctrl-C need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
