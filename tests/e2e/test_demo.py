@@ -17,7 +17,7 @@ from vllm_ling.eval.provenance import ROOT
 from vllm_ling.eval.report import DemoReport
 
 pytestmark = pytest.mark.e2e
-TTFT_MS, STEP_MS = 30.0, 8.0
+TTFT_MS, STEP_MS = 30.0, 16.0
 MOCK = [
     sys.executable,
     "-m",
