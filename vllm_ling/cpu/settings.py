@@ -28,8 +28,6 @@ def apply_cpu_settings(vllm_config: Any) -> list[str]:
     Raises:
         LingError: an attention backend was asked for that cannot serve the model.
     """
-    from vllm.platforms.cpu import get_max_threads
-
     _require_cpu_mla(vllm_config)
     changed = []
     if not vllm_config.model_config.enforce_eager:
@@ -42,7 +40,7 @@ def apply_cpu_settings(vllm_config: Any) -> list[str]:
     if _kv_cache_size_is_open(cache):
         cache.kv_cache_memory_bytes = DEFAULT_KV_CACHE_BYTES
         changed.append(f"KV cache {DEFAULT_KV_CACHE_BYTES >> 30} GiB")
-    return changed + _use_one_process(vllm_config.parallel_config, get_max_threads())
+    return changed + _use_one_process(vllm_config.parallel_config, len(os.sched_getaffinity(0)))
 
 
 def _require_cpu_mla(vllm_config: Any) -> None:
