@@ -21,7 +21,7 @@ from vllm_ling.cpu.kda_rows import plan_rows
 HEADS, DIM, WIDTH, DRAFTS = 2, 8, 4, 3
 CHANNELS = 3 * HEADS * DIM
 # float32 against float64 over a few hundred tokens; the outputs are of order one.
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+RTOL, ATOL = 2e-4, 2e-5
 
 
 @dataclass
@@ -121,7 +121,7 @@ def check(engine: Engine, work: list[tuple[Request, int, int]], speculative: boo
     """Runs one step and compares every row with the loop over all its tokens."""
     for (request, tokens, _), out in zip(work, engine.step(work, speculative), strict=True):
         expected = loop(request.inputs[slice(0, request.done + tokens)], engine.weight)[-tokens:]
-        torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+        torch.testing.assert_close(out.double(), expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("dim_first", [False, True], ids=["SD", "DS"])
@@ -152,7 +152,7 @@ def test_a_kept_state_is_not_just_the_last_one() -> None:
     request.done, request.accepted = 9, 4  # claims more accepted tokens than the past holds
     (wrong,) = engine.step([(request, 4, 3)], speculative=True)
     expected = loop(request.inputs[slice(0, 13)], engine.weight)[-4:]
-    assert not torch.allclose(wrong.double(), expected, **TOLERANCE)
+    assert not torch.allclose(wrong.double(), expected, rtol=RTOL, atol=ATOL)
 
 
 def test_padded_one_token_prompt_ignores_the_recycled_slot() -> None:
