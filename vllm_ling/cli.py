@@ -97,6 +97,30 @@ def demo(
     raise typer.Exit(run(items=items, out=out, stages=[name for name in stages.split(",") if name]))
 
 
+@app.command()
+def roofline(
+    model: Annotated[
+        str, typer.Option(help="flash, tiny, tiny-ling, a folder or a cached model name.")
+    ] = "flash",
+    format: Annotated[
+        str | None, typer.Option(help="bf16, fp8, fp4 or int4; default the checkpoint's own, fp4 for flash.")
+    ] = None,
+    head: Annotated[Literal["auto", "bf16", "fp8"], typer.Option(help="Stored output head.")] = "auto",
+    k: Annotated[str | None, typer.Option(help="Draft lengths, comma-separated; default 0,1,2,3.")] = None,
+    acceptance: Annotated[float, typer.Option(help="Acceptance of each draft position.")] = 0.74,
+    accept_length: Annotated[float | None, typer.Option(help="Accept length, with one --k.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens in the KV cache.")] = 0,
+    machine: Annotated[list[str] | None, typer.Option(help="gb10, h200, ...; default all known.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the present GPU by a copy.")] = False,
+    results: Annotated[Path | None, typer.Option(help="Decode result file to set beside.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict TPOT and tok/s from the bytes a token must read."""
+    from vllm_ling.roofline.report import run
+
+    run(model, format, head, k, acceptance, accept_length, context, machine or [], measure, results, as_json)
+
+
 def main() -> None:
     """Entry point: a LingError becomes one line on stderr and exit code 2."""
     try:
