@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches the decode kernels of a MoE block: router, gate_up, down, for one layer shape on one GPU."""
+"""The MoE block kernel on one GPU: what it is compiled for, its buffers, its launch."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_ling.quant.jit import Kernel, build
+from vllm_ling.quant.jit import Gpu, Kernel, build
 
-_GATE_UP_WARPS, _DOWN_WARPS, _ROUTER_WARPS = 8, 16, 4
+TOKEN_COUNTS = (1, 2, 4, 8)
+_PIECE_BYTES, _SUM_STRIDE, _SHARED_PARTS = 2176, 132, 3
 
 
 @dataclass(frozen=True)
 class MoEShape:
-    """What the kernels are compiled for."""
+    """One layer's dimensions."""
 
     hidden: int
     intermediate: int
@@ -23,13 +24,21 @@ class MoEShape:
     top_k: int
     groups: int
     top_groups: int
+    shared_intermediate: int = 0
     gate_bf16: bool = False
-    wide_scales: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Intermediate size of the shared expert; 0 in the field means the routed experts' size."""
+        return self.shared_intermediate or self.intermediate
 
 
 @dataclass(frozen=True)
 class MoEWeights:
-    """Device tensors of one layer. Experts in `layout` order; the shared expert as stored, its scales float32."""
+    """Device tensors of one layer. Experts in `layout` order; the shared expert as stored, its scales float32.
+
+    `gate` is float32 or, with `gate_bf16`, bfloat16 [experts, hidden]; `bias` float32 [experts].
+    """
 
     gate: torch.Tensor
     bias: torch.Tensor
@@ -43,64 +52,164 @@ class MoEWeights:
     shared_s2: torch.Tensor
 
 
+@dataclass(frozen=True)
+class MoEPlan:
+    """How the kernel for up to `tokens` tokens is compiled for a GPU; sizes in bytes."""
+
+    tokens: int
+    ctas: int
+    warps: int
+    stages: int
+    act_pieces: int = 0
+    scratch_bytes: int = 0
+    shared_bytes: int = 0
+
+
 def unsupported(shape: MoEShape) -> str | None:
-    """Why the kernels cannot serve this shape, or None."""
+    """Why the kernel cannot serve this shape, or None."""
+    sizes = (
+        ("hidden size", shape.hidden),
+        ("intermediate size", shape.intermediate),
+        ("shared intermediate size", shape.shared),
+    )
+    per_group = shape.experts // shape.groups
+    bad = next((f"{name} {size} is not a multiple of 128" for name, size in sizes if size % 128), None)
     rules = (
-        (shape.hidden % 128 == 0, f"hidden size {shape.hidden} is not a multiple of 128"),
-        (shape.intermediate % 128 == 0, f"intermediate size {shape.intermediate} is not a multiple of 128"),
         (
             shape.experts % 32 == 0 and shape.experts <= 1024,
             f"{shape.experts} experts: not a multiple of 32 up to 1024",
         ),
-        (32 % shape.groups == 0, f"{shape.groups} expert groups do not divide 32 lanes"),
-        (shape.top_k <= 32, f"top-{shape.top_k} routing exceeds 32"),
+        (
+            shape.experts % shape.groups == 0 and (per_group % 32 == 0 or per_group in (2, 4, 8, 16)),
+            f"{shape.groups} groups of {shape.experts} experts: not of a power of two or a multiple of 32",
+        ),
+        (shape.groups <= 32, f"{shape.groups} expert groups are more than 32"),
+        (shape.top_k <= 15, f"top-{shape.top_k} routing exceeds 15"),
     )
-    return next((reason for holds, reason in rules if not holds), None)
+    return bad or next((reason for holds, reason in rules if not holds), None)
 
 
-def defines(shape: MoEShape, max_tokens: int, pdl: bool) -> dict[str, int | str]:
-    """Compile-time constants of moe_decode.cu and router.cu."""
+def plan(shape: MoEShape, tokens: int, gpu: Gpu) -> MoEPlan | None:
+    """The widest configuration that fits into a CTA's shared memory, or None; `tokens` is one of TOKEN_COUNTS.
+
+    Two stages for each of 16 warps keep an H200's memory busy (three were slower); fewer warps need more of them.
+    """
+    for warps, stages in ((16, 2), (8, 4), (8, 3), (4, 4), (4, 3)):
+        for roomy in (True, False):
+            found = _sizes(shape, tokens, gpu, MoEPlan(tokens, gpu.sms, warps, stages), roomy)
+            if found.shared_bytes <= gpu.shared_bytes and _covers(shape, tokens, found):
+                return found
+    return None
+
+
+def _covers(shape: MoEShape, tokens: int, p: MoEPlan) -> bool:
+    """Whether the CTA's threads and the warps' sums are enough for their secondary jobs (asserted in moe_shape.cuh)."""
+    items = _quota(2 * shape.shared // 16, shape.hidden // 128, p.ctas)
+    fp8_x = 2 * tokens * (shape.hidden + 8)
+    return (
+        tokens * shape.top_k <= 32 * p.warps
+        and 16 * items <= p.warps * _SUM_STRIDE
+        and fp8_x <= p.warps * p.stages * _PIECE_BYTES
+    )
+
+
+def _group(blocks: int) -> int:
+    """How many warps take neighbouring row blocks."""
+    return next(n for n in (4, 2, 1) if blocks % n == 0)
+
+
+def _quota(tiles: int, items: int, ctas: int) -> int:
+    return max(-(-tiles * items // ctas), -(-items // 2))
+
+
+def _sizes(shape: MoEShape, tokens: int, gpu: Gpu, p: MoEPlan, roomy: bool) -> MoEPlan:
+    unique, blocks, out_blocks = (
+        min(tokens * shape.top_k, shape.experts),
+        shape.intermediate // 64,
+        shape.hidden // 64,
+    )
+    up_units, down_units = blocks // _group(blocks), out_blocks // _group(out_blocks)
+    up_steps = shape.hidden // 32
+    up_parts = -(-up_steps // -(-shape.top_k * up_units * up_steps // gpu.sms)) + 1
+    down_parts = -(-gpu.sms // down_units) + 1
+    floats = (
+        96
+        + tokens * shape.shared // 2
+        + down_units
+        + tokens * shape.experts
+        + (2 * shape.shared // 16 + shape.hidden // 16) * _SHARED_PARTS * tokens * 16
+        + unique * blocks * up_parts * tokens * 128
+        + out_blocks * down_parts * tokens * 64
+    )
+    # Activations lie where x was. Roomy: the average share of a CTA and half as much again, so that one round does.
+    shared_act = 2 * tokens * (shape.shared + 8)
+    average = -(-tokens * shape.top_k * blocks * down_units // gpu.sms)
+    x_bytes = 2 * tokens * (shape.hidden + 32)
+    act_pieces = max(average * 3 // 2 if roomy else 0, (x_bytes - shared_act - 32) // 132, tokens)
+    per_group = min(32, shape.experts // shape.groups)
+    lists = 4 * shape.experts + 8 * shape.experts // per_group + 12 * (shape.experts // 32) * shape.top_k
+    routing = shape.experts // 8 + 8 * tokens * shape.top_k + 2 * down_units + 4 * unique * (3 + tokens)
+    items = _quota(shape.hidden // 16, shape.shared // 128, gpu.sms)
+    routing += 4 * (shape.experts + 2 * tokens) + 24 + 64 * items * tokens
+    shared_bytes = (
+        p.warps * p.stages * _PIECE_BYTES
+        + max(x_bytes, 132 * act_pieces + shared_act + 32)
+        + tokens * max(4 * p.warps * _SUM_STRIDE, lists)
+        + routing
+        + 64
+    )
+    return replace(p, act_pieces=act_pieces, scratch_bytes=4 * floats + 64, shared_bytes=shared_bytes)
+
+
+def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
+    """Compile-time constants of moe_block.cu."""
     return {
         "HIDDEN": shape.hidden,
         "INTER": shape.intermediate,
+        "SHARED_INTER": shape.shared,
         "EXPERTS": shape.experts,
         "TOP_K": shape.top_k,
-        "TOKENS": max_tokens,
         "GROUPS": shape.groups,
         "TOP_GROUPS": shape.top_groups,
         "GATE_TYPE": "bf16_t" if shape.gate_bf16 else "float",
-        "WIDE_SCALES": int(shape.wide_scales),
-        "GATE_UP_WARPS": _GATE_UP_WARPS,
-        "DOWN_WARPS": _DOWN_WARPS,
         "USE_PDL": int(pdl),
+        "TOKENS": p.tokens,
+        "GRID": p.ctas,
+        "WARPS": p.warps,
+        "STAGES": p.stages,
+        "ACT_PIECES": p.act_pieces,
+        "SCRATCH_BYTES": p.scratch_bytes,
+        "SHARED_BYTES": p.shared_bytes,
     }
 
 
-def gate_up_shared_bytes(shape: MoEShape, max_tokens: int) -> int:
-    """Dynamic shared memory of `gate_up`: the staged tokens and the warps' partial sums."""
-    return max_tokens * (shape.hidden + 8) * 2 + _GATE_UP_WARPS * 2 * 64 * 8 * 4
-
-
 class MoEDecoder:
-    """Compiled kernels and scratch buffers for one shape and up to `max_tokens` tokens; reused by all its layers."""
+    """The compiled kernels and their scratch for one layer shape; reused by all its layers, on one stream at a time."""
 
     def __init__(
-        self, shape: MoEShape, max_tokens: int, device: torch.device, arch: str, cache: Path | None, pdl: bool
+        self, shape: MoEShape, gpu: Gpu, device: torch.device, cache: Path | None, pdl: bool = True
     ) -> None:
-        self.shape, self.max_tokens, self._pdl = shape, max_tokens, pdl
-        flags = defines(shape, max_tokens, pdl)
-        moe, router = build("moe_decode.cu", flags, arch, cache), build("router.cu", flags, arch, cache)
-        self.origin = moe.origin
-        self._logits_kernel = Kernel(router.cubin, "router_logits")
-        self._route = Kernel(router.cubin, "route")
-        self._gate_up = Kernel(moe.cubin, "gate_up", gate_up_shared_bytes(shape, max_tokens))
-        self._down = Kernel(moe.cubin, "down")
-        pairs = max_tokens * shape.top_k
-        self.logits = torch.empty(max_tokens, shape.experts, device=device)
-        self.topk_weights = torch.empty(max_tokens, shape.top_k, device=device)
-        self.topk_ids = torch.empty(max_tokens, shape.top_k, dtype=torch.int32, device=device)
-        self.schedule = torch.zeros(1 + pairs * 2 + pairs * 8, dtype=torch.int32, device=device)
-        self.act = torch.zeros(1 + pairs, 8, shape.intermediate, dtype=torch.bfloat16, device=device)
+        """Compiles (or takes from `cache`) one kernel per entry of TOKEN_COUNTS that the GPU has room for.
+
+        Raises:
+            CompileError: with the compiler's log.
+            ValueError: the shape or the GPU is not supported.
+        """
+        reason = unsupported(shape)
+        plans = [p for tokens in TOKEN_COUNTS if (p := plan(shape, tokens, gpu))]
+        if reason or not plans:
+            raise ValueError(reason or f"{gpu.shared_bytes} bytes of shared memory are too few for {shape}")
+        self.shape, self._pdl, self.origins = shape, pdl, {}
+        self._kernels: dict[int, tuple[MoEPlan, Kernel]] = {}
+        for p in plans:
+            built = build("moe_block.cu", defines(shape, p, pdl), gpu.arch, cache)
+            self.origins[p.tokens] = built.origin
+            self._kernels[p.tokens] = (p, Kernel(built.cubin, "moe_block", p.shared_bytes))
+        self.max_tokens = plans[-1].tokens
+        # One buffer per token count: each keeps the counters of its own layout at zero between launches.
+        self._scratch = {
+            p.tokens: torch.zeros(p.scratch_bytes, dtype=torch.uint8, device=device) for p in plans
+        }
 
     def __call__(
         self,
@@ -110,42 +219,44 @@ class MoEDecoder:
         scaling: float,
         limit: float,
         shared_limit: float,
+        residual: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
+        topk: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Routed plus shared experts of `x` (BF16 [tokens, hidden]) into `out`; a limit of 0 means no clamp."""
-        shape, tokens = self.shape, x.shape[0]
+        """Routed plus shared experts of `x` (BF16 [tokens, hidden]) plus `residual` into `out`.
+
+        Args:
+            x: contiguous BF16 [tokens, hidden], tokens at most `max_tokens`.
+            w: the layer.
+            out: BF16 [tokens, hidden]; may be `residual`, not `x`.
+            scaling: factor of the renormalized routing weights.
+            limit: SwiGLU clamp of the routed experts; 0 means none.
+            shared_limit: the same of the shared expert.
+            residual: BF16 [tokens, hidden] added to the sum, or None.
+            expert_map: int32 [experts], global expert to local one, negative where another rank has it; or None.
+            topk: (float32, int32) [tokens, top_k] that receive the routing, or None.
+        """
+        tokens = x.shape[0]
+        p, kernel = self._kernels[next(n for n in self._kernels if n >= tokens)]
+        weights, ids = topk or (None, None)
+        tensors = (
+            *(x, residual, w.gate, w.bias, expert_map, w.w13, w.s13, w.w2, w.s2),
+            *(
+                w.shared_w13,
+                w.shared_s13,
+                w.shared_w2,
+                w.shared_s2,
+                self._scratch[p.tokens],
+                out,
+                weights,
+                ids,
+            ),
+        )
+        values: tuple[Any, ...] = tuple(0 if t is None else t.data_ptr() for t in tensors)
+        values += (tokens, float(scaling), float(limit), float(shared_limit))
         stream = torch.cuda.current_stream(x.device).cuda_stream
-
-        def launch(kernel: Kernel, grid: tuple[int, int], threads: int, *args: Any) -> None:
-            values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
-            types = tuple(_ctype(a) for a in args)
-            kernel.launch(grid, threads, values, types, stream, self._pdl)
-
-        grid = (shape.experts // _ROUTER_WARPS, 1)
-        launch(self._logits_kernel, grid, _ROUTER_WARPS * 32, x, w.gate, self.logits, tokens)
-        threads = max(shape.experts, 32 * self.max_tokens)
-        outputs = (self.schedule, self.topk_weights, self.topk_ids)
-        launch(self._route, (1, 1), threads, self.logits, w.bias, *outputs, tokens, float(scaling))
-        grid = (shape.intermediate // 64, 1 + tokens * shape.top_k)
-        weights = (w.w13, w.s13, w.shared_w13, w.shared_s13)
-        limits = (float(limit), float(shared_limit))
-        launch(
-            self._gate_up, grid, _GATE_UP_WARPS * 32, x, *weights, self.schedule, self.act, tokens, *limits
-        )
-        weights = (w.w2, w.s2, w.shared_w2, w.shared_s2)
-        launch(
-            self._down,
-            (shape.hidden // 32, 1),
-            _DOWN_WARPS * 32,
-            self.act,
-            *weights,
-            self.schedule,
-            out,
-            tokens,
-        )
+        kernel.launch((p.ctas, 1), 32 * p.warps, values, _TYPES, stream, self._pdl)
         return out
 
 
-def _ctype(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_int if isinstance(value, int) else ctypes.c_float
+_TYPES = (ctypes.c_void_p,) * 17 + (ctypes.c_int,) + (ctypes.c_float,) * 3

@@ -17,12 +17,32 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent / "kernels"
-_HEADER = "common.cuh"
 CACHE_VERSION = 1
 
 
 class CompileError(RuntimeError):
     """NVRTC refused the source; the message holds its log."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What kernels are planned for: architecture ("sm_90a"), multiprocessors, shared memory a CTA may use in bytes."""
+
+    arch: str
+    sms: int
+    shared_bytes: int
+
+
+def gpu_of(device: Any) -> Gpu:
+    """The facts of a CUDA device (a `torch.device`)."""
+    import torch
+
+    facts: Any = torch.cuda.get_device_properties(device)
+    return Gpu(
+        f"sm_{facts.major}{facts.minor}a",
+        facts.multi_processor_count,
+        facts.shared_memory_per_block_optin,
+    )
 
 
 @dataclass(frozen=True)
@@ -60,8 +80,12 @@ def compile_source(source: str, defines: Mapping[str, int | str], arch: str) -> 
     """Compiles `kernels/<source>` with NVRTC; needs no GPU and no CUDA headers."""
     from cuda.bindings import nvrtc
 
-    text, header = (_FOLDER / source).read_bytes(), (_FOLDER / _HEADER).read_bytes()
-    program = _ok(nvrtc, nvrtc.nvrtcCreateProgram(text, source.encode(), 1, [header], [_HEADER.encode()]))
+    text, headers = (_FOLDER / source).read_bytes(), _headers()
+    names = [name.encode() for name in headers]
+    program = _ok(
+        nvrtc,
+        nvrtc.nvrtcCreateProgram(text, source.encode(), len(names), list(headers.values()), names),
+    )
     options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"--use_fast_math"]
     options += [f"-D{name}={value}".encode() for name, value in defines.items()]
     try:
@@ -123,6 +147,11 @@ def _ok(module: Any, result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
+def _headers() -> dict[str, bytes]:
+    """What a kernel may include, by name."""
+    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*.cuh"))}
+
+
 @lru_cache(maxsize=1)
 def _compiler() -> str:
     from cuda.bindings import nvrtc
@@ -135,7 +164,7 @@ def _key(source: str, defines: Mapping[str, int | str], arch: str) -> str:
     digest = hashlib.sha256()
     for part in (
         (_FOLDER / source).read_bytes(),
-        (_FOLDER / _HEADER).read_bytes(),
+        *_headers().values(),
         json.dumps([sorted(defines.items()), arch, _compiler()]).encode(),
     ):
         digest.update(hashlib.sha256(part).digest())

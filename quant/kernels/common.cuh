@@ -32,20 +32,36 @@ __device__ __forceinline__ void mma_16816(float d[4], const uint32_t a[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Multiplier for E2M1 codes placed at BF16 bits 6-8: 2^126 undoes the exponent bias, 2^(e-127) is the E8M0 scale.
-// BF16 ends at 2^127, so exponents above 128 need `e2m1_rest` as a second factor (WIDE_SCALES).
-__device__ __forceinline__ uint32_t e2m1_multiplier(uint32_t e) {
-  return e == 255u ? 0x7FC07FC0u : both_halves(min(e + 126u, 254u) << 7);
+// The same for FP16 operands.
+__device__ __forceinline__ void mma_16816_f16(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ uint32_t e2m1_rest(uint32_t e) { return both_halves((127u + (e > 128u ? e - 128u : 0u)) << 7); }
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
 
-// Pair P (0..3) of an 8-code word whose nibbles P and P + 4 form a pair: low half = nibble P, high half = nibble P + 4.
-template <int P>
-__device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
-  uint32_t sign = P == 3 ? w : w << (12 - 4 * P);
-  uint32_t magnitude = P == 0 ? w << 6 : P == 1 ? w << 2 : P == 2 ? w >> 2 : w >> 6;
-  return (sign & 0x80008000u) | (magnitude & 0x01C001C0u);
+// Eight E2M1 codes as FP16 pairs scaled by 2^-14: pair P holds nibbles P and P + 4. In FP16, sign, exponent and mantissa of a
+// code all lie in the high byte, so four codes are placed at a time.
+__device__ __forceinline__ void e2m1_pairs(uint32_t pair[4], uint32_t w) {
+  uint32_t odd = (w & 0x80808080u) | ((w >> 3) & 0x0E0E0E0Eu), even = ((w << 4) & 0x80808080u) | ((w << 1) & 0x0E0E0E0Eu);
+  pair[0] = __byte_perm(even, 0, 0x2404);
+  pair[1] = __byte_perm(odd, 0, 0x2404);
+  pair[2] = even & 0xFF00FF00u;
+  pair[3] = odd & 0xFF00FF00u;
 }
+// Byte i of four E8M0 scales as a float: 2^(e - 127); 0 gives 0 and 255 (NaN) infinity.
+__device__ __forceinline__ float e8m0(uint32_t four, int i) {
+  return __uint_as_float(__byte_perm(four, 0, 0x4440 | i) << 23);
+}
+
+// Values up to 2^(e - 126), e being a float's exponent field, are brought to FP16's range by times `to_half_range(e)`; with the
+// 2^14 of e2m1_pairs, times `from_half_range(e)` undoes it. Nothing is rounded but values below 2^-38 of the largest.
+__device__ __forceinline__ float to_half_range(uint32_t e) { return __uint_as_float(min(268u - e, 254u) << 23); }
+__device__ __forceinline__ float from_half_range(uint32_t e) { return __uint_as_float((e < 15u ? 0u : e) << 23); }
 
 // E4M3 bytes (0, 2) or (1, 3) of a word as a BF16 pair scaled by 2^-120: exponent and mantissa go to bits 4-10.
 __device__ __forceinline__ uint32_t e4m3_pair_even(uint32_t w) {
@@ -65,6 +81,60 @@ __device__ __forceinline__ uint4 load_stream(const uint4 *p) {
 __device__ __forceinline__ uint2 load_stream(const uint2 *p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+// Asynchronous copies of 16 bytes into shared memory; each warp waits for its own, oldest first.
+__device__ __forceinline__ void copy_async(void *shared, const void *global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+  __syncwarp();
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t *p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// A barrier over all CTAs of a grid that fits on the GPU at once, in two halves so that work can lie between them.
+// `counter` starts at zero; the caller resets it where nobody can be waiting. Arriving costs thread `who` a fence.
+__device__ __forceinline__ void arrive_at(uint32_t *counter, int who = 0) {
+  __syncthreads();
+  if (threadIdx.x == who) asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_at(const uint32_t *counter) {
+  if (threadIdx.x == 0)
+    while (load_acquire(counter) < gridDim.x) {}
+  __syncthreads();
+}
+
+// What other CTAs wrote in this launch: from L2, and never moved across a barrier (__ldcg may be).
+__device__ __forceinline__ float4 load_fresh(const float4 *p) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_fresh(const uint4 *p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_fresh(const float2 *p) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_fresh(const float *p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
 }
 

@@ -1,134 +1,186 @@
 // SPDX-License-Identifier: Apache-2.0
-// y[tokens, N] = x[tokens, K] W[N, K]^T for 1 to 8 tokens, W in E4M3 as stored: the output head (one scale per row, applied
+// y[tokens, N] = x[tokens, K] W[N, K]^T for 1 to 16 tokens, W in E4M3 as stored: the output head (one scale per row, applied
 // once at the end) and block-FP8 projections (one scale per 128x128 block, applied per block). BF16 activations, FP32 sums.
 //
-// A warp owns 16 rows at a time and streams them through a ring of registers that always has AHEAD loads in flight, across
-// row-tile borders too. Compile-time shape: K, TOKENS, ROW_SCALES, ARGMAX, USE_PDL, WARPS (per CTA).
+// A warp owns 16 rows, or with KSPLIT > 1 every KSPLIT-th 128-k block of them, and streams blocks of 2 KB through a ring in shared
+// memory that runs on across row tiles. The host picks WARPS so that tiles / (CTAs x warps) is just under a whole number.
+// Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
 #include "common.cuh"
 
-#define COLUMNS 8
+#define COLUMNS ((TOKENS + 7) / 8 * 8)
+#define GROUPS_OF_8 (COLUMNS / 8)
 #define X_STRIDE (K + 8)  // 16 bytes of padding put the token rows into different banks
-#define CHUNKS (K / 64)
-#define AHEAD (CHUNKS % 5 == 0 ? 5 : CHUNKS % 4 == 0 ? 4 : 2)
+#define BLOCKS (K / 128)
+#define STEPS ((BLOCKS + KSPLIT - 1) / KSPLIT)  // blocks of a warp per tile
 
-__device__ __forceinline__ uint32_t word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+struct Shared {
+  uint4 ring[WARPS][STAGES][128];
+  bf16_t x[TOKENS * X_STRIDE];
+#if KSPLIT > 1
+  float sums[WARPS][COLUMNS][17];
+#endif
+#if ARGMAX
+  float2 found[WARPS][COLUMNS];
+  bool last;
+#endif
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "gemv.py: shared memory size");
+
+// (value, row): the larger value, of equal ones the lower row.
+__device__ __forceinline__ void keep_better(float2 &best, const float2 &other) {
+  if (other.x > best.x || (other.x == best.x && __float_as_int(other.y) < __float_as_int(best.y))) best = other;
+}
 
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
-// y: BF16 [tokens][N]; with ARGMAX instead best[warps of the grid][COLUMNS] of (value, row).
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+// y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties; `best` holds
+// CTAs x COLUMNS pairs, `counter` starts at zero.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     fp8_gemv(const bf16_t *__restrict__ x, const uint8_t *__restrict__ w, const float *__restrict__ scales,
-             bf16_t *__restrict__ y, float2 *__restrict__ best, int tokens, int rows) {
-  __shared__ __align__(16) bf16_t xs[TOKENS * X_STRIDE];
-  int lane = threadIdx.x & 31, warp = blockIdx.x * WARPS + (threadIdx.x >> 5), g = lane >> 2, t = lane & 3;
-  int tiles = (rows + 15) / 16, stride = gridDim.x * WARPS;
+             bf16_t *__restrict__ y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows) {
+  extern __shared__ uint4 dynamic[];
+  Shared &s = *(Shared *)dynamic;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  int part = warp % KSPLIT, tiles = (rows + 15) / 16, stride = gridDim.x * (WARPS / KSPLIT);
+  int first = (warp / KSPLIT) * gridDim.x + blockIdx.x;
   let_consumer_start();
 
-  uint4 low[AHEAD], high[AHEAD];
-  auto fetch = [&](int slot, int tile, int chunk) {
-    tile = min(tile, tiles - 1);
-    const uint8_t *row = w + (size_t)min(tile * 16 + g, rows - 1) * K + chunk * 64 + 16 * t;
-    const uint8_t *row8 = w + (size_t)min(tile * 16 + g + 8, rows - 1) * K + chunk * 64 + 16 * t;
-    low[slot] = load_stream((const uint4 *)row);
-    high[slot] = load_stream((const uint4 *)row8);
-  };
-  // Weights do not depend on the producer: ask for them before waiting for x.
+  // Piece `index` of this warp: 16 rows x 128 bytes. Odd rows have their halves swapped against bank conflicts.
+  auto fetch = [&](int index) {
+    int tile = first + index / STEPS * stride, block = part + index % STEPS * KSPLIT;
+    if (tile < tiles && block < BLOCKS) {
+      uint4 *slot = s.ring[warp][index % STAGES];
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) fetch(i, warp, i);
-  wait_for_producer();
-  // Values are stored as 0, 2, 1, 3 within each four, so that byte pairs of W and value pairs of x agree.
-  for (int i = threadIdx.x; i < tokens * K / 4; i += WARPS * 32) {
-    int token = i / (K / 4), k = i % (K / 4) * 4;
-    uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
-    *(uint2 *)(xs + token * X_STRIDE + k) = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
-  }
-  __syncthreads();
-
-  bool used = g < tokens;
-  const uint4 *column = (const uint4 *)(xs + (used ? g : 0) * X_STRIDE) + 2 * t;
-#if ARGMAX
-  float top[2] = {-3.4e38f, -3.4e38f};
-  int where[2] = {0x7FFFFFFF, 0x7FFFFFFF};
-#endif
-  for (int tile = warp; tile < tiles; tile += stride) {
-    float acc[4] = {};
-    for (int base = 0; base < CHUNKS; base += AHEAD) {
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++) {
-        int chunk = base + i;
-        uint4 b[2] = {make_uint4(0u, 0u, 0u, 0u), make_uint4(0u, 0u, 0u, 0u)};
-        if (used) b[0] = column[chunk * 8], b[1] = column[chunk * 8 + 1];
-#if !ROW_SCALES
-        float part[4] = {};
-#endif
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          uint32_t l = word_of(low[i], j), h = word_of(high[i], j);
-          uint32_t a[4] = {mul_bf16x2(e4m3_pair_even(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_even(h), E4M3_MULTIPLIER),
-                           mul_bf16x2(e4m3_pair_odd(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_odd(h), E4M3_MULTIPLIER)};
-#if ROW_SCALES
-          mma_16816(acc, a, word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
-        }
-#else
-          mma_16816(part, a, word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
-        }
-        float scale = __ldg(scales + tile * 16 / 128 * (K / 128) + chunk / 2);
-#pragma unroll
-        for (int j = 0; j < 4; j++) acc[j] += scale * part[j];
-#endif
-        int next = chunk + AHEAD;
-        fetch(i, next < CHUNKS ? tile : tile + stride, next < CHUNKS ? next : next - CHUNKS);
+      for (int i = 0; i < 4; i++) {
+        int row = i * 4 + lane / 8, chunk = lane % 8;
+        copy_async(slot + row * 8 + (chunk ^ ((row & 1) << 2)), w + (size_t)min(tile * 16 + row, rows - 1) * K + block * 128 + chunk * 16);
       }
     }
-    // acc: rows g (0, 1) and g + 8 (2, 3), tokens 2 t and 2 t + 1.
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int row = tile * 16 + g + (i >> 1) * 8, token = 2 * t + (i & 1);
-      if (row >= rows || token >= tokens) continue;
-#if ROW_SCALES
-      acc[i] *= __ldg(scales + row);
-#endif
-#if ARGMAX
-      float value = to_float(to_bf16(acc[i]));
-      if (value > top[i & 1] || (value == top[i & 1] && row < where[i & 1])) top[i & 1] = value, where[i & 1] = row;
-#else
-      y[(size_t)token * rows + row] = to_bf16(acc[i]);
-#endif
-    }
+    commit_copies();
+  };
+  // Weights do not depend on the producer: ask for them before waiting for x.
+  int next = 0;
+  for (; next < STAGES; next++) fetch(next);
+  wait_for_producer();
+  // Values are stored as 0, 2, 1, 3 within each four, so that byte pairs of W and value pairs of x agree.
+  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
+    int token = i / (K / 4), k = i % (K / 4) * 4;
+    uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
+    *(uint2 *)(s.x + token * X_STRIDE + k) = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
   }
-#if ARGMAX
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-#pragma unroll
-    for (int offset = 4; offset < 32; offset <<= 1) {
-      float value = __shfl_xor_sync(~0u, top[i], offset);
-      int row = __shfl_xor_sync(~0u, where[i], offset);
-      if (value > top[i] || (value == top[i] && row < where[i])) top[i] = value, where[i] = row;
-    }
-    if (g == 0) best[(size_t)warp * COLUMNS + 2 * t + i] = make_float2(top[i], __int_as_float(where[i]));
-  }
-#endif
-}
+  __syncthreads();
 
 #if ARGMAX
-// Last step of the argmax variant: the best of all warps, lowest row on ties. One CTA per token.
-extern "C" __global__ void __launch_bounds__(256)
-    argmax_of_best(const float2 *__restrict__ best, long long *__restrict__ ids, int candidates) {
-  __shared__ float2 found[256];
-  float2 winner = make_float2(-3.4e38f, __int_as_float(0x7FFFFFFF));
-  wait_for_producer();
-  for (int i = threadIdx.x; i < candidates; i += 256) {
-    float2 c = best[(size_t)i * COLUMNS + blockIdx.x];
-    if (c.x > winner.x || (c.x == winner.x && __float_as_int(c.y) < __float_as_int(winner.y))) winner = c;
-  }
-  found[threadIdx.x] = winner;
-  __syncthreads();
-  for (int half = 128; half; half >>= 1) {
-    if (threadIdx.x < half) {
-      float2 c = found[threadIdx.x + half], m = found[threadIdx.x];
-      if (c.x > m.x || (c.x == m.x && __float_as_int(c.y) < __float_as_int(m.y))) found[threadIdx.x] = c;
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) ids[blockIdx.x] = __float_as_int(found[0].y);
-}
+  float top[GROUPS_OF_8][2];
+  int where[GROUPS_OF_8][2];
+#pragma unroll
+  for (int c = 0; c < GROUPS_OF_8; c++) top[c][0] = top[c][1] = -3.4e38f, where[c][0] = where[c][1] = 0x7FFFFFFF;
 #endif
+  int used = 0;
+  for (int tile = first; KSPLIT > 1 ? tile - first + (int)blockIdx.x < tiles : tile < tiles; tile += stride) {
+    float acc[GROUPS_OF_8][4] = {};
+    for (int step = 0; step < STEPS; step++) {
+      int block = part + step * KSPLIT;
+      wait_copies<STAGES - 1>();
+      const uint4 *slot = s.ring[warp][used++ % STAGES];
+      if (tile < tiles && block < BLOCKS) {
+#if !ROW_SCALES
+        float sum[GROUPS_OF_8][4] = {};
+#else
+        float(&sum)[GROUPS_OF_8][4] = acc;
+#endif
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          int chunk = (half * 4 + t) ^ ((g & 1) << 2);
+          uint4 low = slot[g * 8 + chunk], high = slot[(g + 8) * 8 + chunk], b[GROUPS_OF_8][2];
+#pragma unroll
+          for (int c = 0; c < GROUPS_OF_8; c++) {
+            b[c][0] = b[c][1] = make_uint4(0u, 0u, 0u, 0u);
+            const uint4 *column = (const uint4 *)(s.x + (c * 8 + g) * X_STRIDE + block * 128 + half * 64) + 2 * t;
+            if (c * 8 + g < tokens) b[c][0] = column[0], b[c][1] = column[1];
+          }
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            uint32_t l = word_of(low, j), h = word_of(high, j);
+            uint32_t a[4] = {mul_bf16x2(e4m3_pair_even(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_even(h), E4M3_MULTIPLIER),
+                             mul_bf16x2(e4m3_pair_odd(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_odd(h), E4M3_MULTIPLIER)};
+#pragma unroll
+            for (int c = 0; c < GROUPS_OF_8; c++) mma_16816(sum[c], a, word_of(b[c][j / 2], j % 2 * 2), word_of(b[c][j / 2], j % 2 * 2 + 1));
+          }
+        }
+#if !ROW_SCALES
+        float scale = __ldg(scales + tile * 16 / 128 * BLOCKS + block);
+#pragma unroll
+        for (int i = 0; i < GROUPS_OF_8 * 4; i++) acc[i / 4][i % 4] += scale * sum[i / 4][i % 4];
+#endif
+      }
+      __syncwarp();
+      fetch(next++);
+    }
+#if KSPLIT > 1
+#pragma unroll
+    for (int i = 0; i < GROUPS_OF_8 * 4; i++) s.sums[warp][i / 4 * 8 + 2 * t + (i & 1)][g + (i >> 1 & 1) * 8] = acc[i / 4][i % 4];
+    __syncthreads();
+    if (part == 0)
+#pragma unroll
+      for (int i = 0; i < GROUPS_OF_8 * 4; i++)
+#pragma unroll
+        for (int p = 1; p < KSPLIT; p++) acc[i / 4][i % 4] += s.sums[warp + p][i / 4 * 8 + 2 * t + (i & 1)][g + (i >> 1 & 1) * 8];
+    __syncthreads();
+    if (part || tile >= tiles) continue;
+#endif
+    // acc: rows g (0, 1) and g + 8 (2, 3), tokens 2 t and 2 t + 1 of each group of 8.
+#pragma unroll
+    for (int i = 0; i < GROUPS_OF_8 * 4; i++) {
+      int row = tile * 16 + g + (i >> 1 & 1) * 8, c = i / 4, token = c * 8 + 2 * t + (i & 1);
+      if (row >= rows || token >= tokens) continue;
+      float value = acc[c][i % 4];
+#if ROW_SCALES
+      value *= __ldg(scales + row);
+#endif
+#if ARGMAX
+      value = to_float(to_bf16(value));
+      if (value > top[c][i & 1] || (value == top[c][i & 1] && row < where[c][i & 1])) top[c][i & 1] = value, where[c][i & 1] = row;
+#else
+      y[(size_t)token * rows + row] = to_bf16(value);
+#endif
+    }
+  }
+#if ARGMAX
+#pragma unroll
+  for (int i = 0; i < GROUPS_OF_8 * 2; i++) {
+    float value = top[i / 2][i % 2];
+    int row = where[i / 2][i % 2];
+#pragma unroll
+    for (int offset = 4; offset < 32; offset <<= 1) {
+      float v = __shfl_xor_sync(~0u, value, offset);
+      int r = __shfl_xor_sync(~0u, row, offset);
+      if (v > value || (v == value && r < row)) value = v, row = r;
+    }
+    if (g == 0) s.found[warp][i / 2 * 8 + 2 * t + (i & 1)] = make_float2(value, __int_as_float(row));
+  }
+  // The CTA's best go to best[CTA][COLUMNS]; the last CTA to get here compares those, and leaves the counter at zero.
+  __syncthreads();
+  if (threadIdx.x < COLUMNS) {
+    float2 winner = s.found[0][threadIdx.x];
+    for (int i = 1; i < WARPS; i++) keep_better(winner, s.found[i][threadIdx.x]);
+    best[(size_t)blockIdx.x * COLUMNS + threadIdx.x] = winner;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    s.last = atomicAdd(counter, 1u) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!s.last) return;
+  if (threadIdx.x == 0) *counter = 0;
+  for (int token = warp; token < tokens; token += WARPS) {
+    float2 winner = make_float2(-3.4e38f, __int_as_float(0x7FFFFFFF));
+    for (int i = lane; i < gridDim.x; i += 32) keep_better(winner, load_fresh(best + (size_t)i * COLUMNS + token));
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1)
+      keep_better(winner, make_float2(__shfl_xor_sync(~0u, winner.x, offset), __shfl_xor_sync(~0u, winner.y, offset)));
+    if (lane == 0) ids[token] = __float_as_int(winner.y);
+  }
+#endif
+}

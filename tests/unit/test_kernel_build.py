@@ -1,35 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compile for every target without a GPU, within its limits, and the cache gives back what was built."""
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from vllm_ling.quant import jit
-from vllm_ling.quant.decode_moe import MoEShape, defines, gate_up_shared_bytes, unsupported
+from vllm_ling.quant import decode_moe, fp8_gemv, jit
+from vllm_ling.quant.decode_moe import MoEShape
+from vllm_ling.quant.fp8_gemv import GemvShape
+from vllm_ling.quant.jit import Gpu
 
+# Multiprocessors and the shared memory a CTA may use (bytes) of the cards that the project names.
+GPUS = {
+    "H200": Gpu("sm_90a", 132, 227 * 1024),
+    "GB10": Gpu("sm_121a", 48, 99 * 1024),
+    "RTX PRO 6000": Gpu("sm_120a", 188, 99 * 1024),
+}
 FLASH = MoEShape(hidden=2560, intermediate=768, experts=512, top_k=8, groups=8, top_groups=4)
 TINY = MoEShape(hidden=256, intermediate=128, experts=32, top_k=4, groups=4, top_groups=2)
-GEMV: dict[str, int | str] = {"K": 256, "TOKENS": 1, "WARPS": 8, "ROW_SCALES": 1, "ARGMAX": 0, "USE_PDL": 1}
+GEMV: dict[str, int | str] = {
+    "K": 256,
+    "TOKENS": 1,
+    "WARPS": 8,
+    "KSPLIT": 1,
+    "STAGES": 2,
+    "ROW_SCALES": 1,
+    "ARGMAX": 0,
+    "USE_PDL": 1,
+    "SHARED_BYTES": 48 * 1024,
+}
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("shape", [FLASH, TINY], ids=["flash", "tiny"])
-def test_moe_compiles(arch: str, shape: MoEShape) -> None:
-    for source in ("moe_decode.cu", "router.cu"):
-        assert jit.compile_source(source, defines(shape, 8, pdl=True), arch)[:4] == b"\x7fELF"
-    # GB10 and RTX PRO 6000 give a block 99 KB of shared memory, Hopper 227 KB.
-    assert gate_up_shared_bytes(shape, 8) <= 99 * 1024
+def test_moe_compiles_within_the_limits(gpu: Gpu, shape: MoEShape, tokens: int) -> None:
+    """The kernel asserts at compile time that the planned buffers are large enough; 4 tokens (k = 3) fit every card."""
+    plan = decode_moe.plan(shape, tokens, gpu)
+    assert plan is not None and plan.shared_bytes <= gpu.shared_bytes
+    binary = jit.compile_source("moe_block.cu", decode_moe.defines(shape, plan, pdl=True), gpu.arch)
+    assert binary[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a", "sm_121a"])
-@pytest.mark.parametrize("variant", [{"ROW_SCALES": 0}, {"ARGMAX": 1}], ids=["block scales", "argmax"])
-def test_gemv_compiles(arch: str, variant: dict[str, int]) -> None:
-    assert (
-        jit.compile_source("fp8_gemv.cu", GEMV | {"K": 2560, "TOKENS": 8} | variant, arch)[:4] == b"\x7fELF"
-    )
+def test_moe_refuses_a_gpu_without_room() -> None:
+    assert decode_moe.plan(FLASH, 8, GPUS["GB10"]) is None
+    assert decode_moe.plan(FLASH, 8, GPUS["H200"]) is not None
+
+
+@pytest.mark.parametrize("name", ["scratch_bytes", "shared_bytes"])
+def test_buffers_too_small_do_not_compile(name: str) -> None:
+    plan = decode_moe.plan(TINY, 1, GPUS["H200"])
+    assert plan is not None
+    short = dataclasses.replace(plan, **{name: getattr(plan, name) - 512})
+    with pytest.raises(jit.CompileError, match=r"decode_moe\.py"):
+        jit.compile_source("moe_block.cu", decode_moe.defines(TINY, short, pdl=False), "sm_90a")
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize(
+    "shape",
+    [GemvShape(20480, 2560, False), GemvShape(157184, 2560, True, argmax=True), GemvShape(2560, 4096, False)],
+    ids=["block scales", "argmax", "split k"],
+)
+def test_gemv_compiles_within_the_limits(gpu: Gpu, shape: GemvShape) -> None:
+    plan = fp8_gemv.plan(shape, 4, gpu)
+    assert plan is not None and plan.shared_bytes <= gpu.shared_bytes
+    binary = jit.compile_source("fp8_gemv.cu", fp8_gemv.defines(shape, plan, pdl=True), gpu.arch)
+    assert binary[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [(GemvShape(157184, 2560, True), 1.02), (GemvShape(20480, 2560, False), 1.05)]
+)
+def test_gemv_plan_balances_the_sms(shape: GemvShape, most: float) -> None:
+    """The busiest SM reads at most a few percent more than the average one."""
+    plan = fp8_gemv.plan(shape, 1, GPUS["H200"])
+    assert plan is not None
+    tiles, blocks = -(-shape.rows // 16), shape.k // 128
+    rounds = -(-tiles // (plan.ctas * (plan.warps // plan.ksplit)))
+    busiest = rounds * plan.warps * -(-blocks // plan.ksplit)
+    assert busiest <= most * tiles * blocks / plan.ctas
 
 
 def test_compiler_errors_carry_the_log() -> None:
@@ -43,19 +96,20 @@ def test_compiler_errors_carry_the_log() -> None:
         ({"hidden": 2600}, "hidden size 2600"),
         ({"intermediate": 100}, "intermediate size 100"),
         ({"experts": 100}, "100 experts"),
-        ({"groups": 3}, "3 expert groups"),
+        ({"groups": 3}, "3 groups of 512 experts"),
+        ({"top_k": 16}, "top-16 routing"),
     ],
 )
 def test_unsupported_shapes_have_a_reason(change: dict[str, int], word: str) -> None:
-    assert unsupported(FLASH) is None and unsupported(TINY) is None
-    reason = unsupported(MoEShape(**{**FLASH.__dict__, **change}))
+    assert decode_moe.unsupported(FLASH) is None and decode_moe.unsupported(TINY) is None
+    reason = decode_moe.unsupported(dataclasses.replace(FLASH, **change))
     assert reason is not None and word in reason
 
 
 def test_second_build_comes_from_the_cache(tmp_path: Path) -> None:
     first, second = (jit.build("fp8_gemv.cu", GEMV, "sm_90a", tmp_path) for _ in range(2))
     assert (first.origin, second.origin) == ("compiled", "cache") and first.cubin == second.cubin
-    other = jit.build("fp8_gemv.cu", GEMV | {"TOKENS": 2}, "sm_90a", tmp_path)
+    other = jit.build("fp8_gemv.cu", GEMV | {"WARPS": 4}, "sm_90a", tmp_path)
     assert other.origin == "compiled" and other.cubin != first.cubin
     assert len(list(tmp_path.iterdir())) == 2, "temporary files are left over"
 
