@@ -121,6 +121,22 @@ def roofline(
     run(model, format, head, k, acceptance, accept_length, context, machine or [], measure, results, as_json)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor(
+    ctx: typer.Context,
+    url: Annotated[str | None, typer.Option(help="A running server.")] = None,
+    log: Annotated[Path | None, typer.Option(help="A server log.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between the two readings of /metrics.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    explain: Annotated[str | None, typer.Option(help="Explain a check.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show the sound findings too.")] = False,
+) -> None:
+    """Find what is slow or wrong in silence: doctor MODEL [serve flags], --url URL, --log FILE."""
+    from vllm_ling.doctor.run import run
+
+    raise typer.Exit(run(ctx.args, url, log, interval, as_json, explain, everything))
+
+
 def main() -> None:
     """Entry point: a LingError becomes one line on stderr and exit code 2."""
     try:

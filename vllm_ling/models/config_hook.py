@@ -23,7 +23,9 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.options import parse_options
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
+        from vllm_ling.status import share
 
+        share()
         options = parse_options(vllm_config.additional_config)
         # A cached download may be incomplete, and vLLM fetches the rest: only folders are judged before loading.
         folder = Path(vllm_config.model_config.model)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks, by subject; importing this package registers them all, in the order in which they are shown."""
+
+import importlib
+
+for _subject in (
+    "sources",
+    "plugin",
+    "checkpoint",
+    "head",
+    "experts",
+    "drafting",
+    "graphs",
+    "memory",
+    "requests",
+):
+    importlib.import_module(f"{__name__}.{_subject}")

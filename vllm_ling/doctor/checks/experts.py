@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels run the routed experts and the FP8 projections."""
+
+from vllm_ling.doctor import costs
+from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
+from vllm_ling.doctor.registry import check
+
+_SLOW = {"EMULATION": "dequantizes the experts at every call"}
+_8_BIT_ACTIVATIONS = ("MXFP8", "_FP8", "MXFP4_MXFP4")
+_ALIASES = {
+    "flashinfer_trtllm": "TRTLLM",
+    "flashinfer_cutlass": "CUTLASS",
+    "triton_unfused": "TRITON_UNFUSED",
+    "deep_gemm": "DEEPGEMM",
+    "cutlass": "CUTLASS",
+}
+
+
+def device(facts: Facts) -> str:
+    """Where the model runs or would run: cuda, cpu, ..."""
+    if "engine.device" not in facts and "static" in facts.sources:
+        if facts.get("gpu.names"):
+            return "cuda"
+        if "cpu" in str(facts.get("installed.vllm", "")) or facts.get("installed.cpu_build"):
+            return "cpu"
+    return str(facts["engine.device"])
+
+
+def _backends(facts: Facts) -> list[str]:
+    """Names of the backends that run the experts, from vLLM's log or the plugin's own record."""
+    ours = [c for what, (c, _) in facts.get("record.choices", {}).items() if what.startswith("moe ")]
+    own = sorted({choice for choice in ours if choice != "stock"})
+    if "log.moe_backend" in facts:
+        return [str(name) for name in facts["log.moe_backend"]]
+    if own:
+        return own
+    return [str(name) for name in facts["log.moe_backend"]]
+
+
+def _asked(facts: Facts) -> str:
+    option = facts.get("serve.ling", {}).get("moe", "auto")
+    nested = facts.get("serve.moe_backend_nested", "auto")
+    asked = facts.get("serve.moe_backend") or "auto"
+    return str(next((name for name in (option, nested, asked) if name not in ("auto", None)), "auto"))
+
+
+@check("log", "live")
+def moe_backend(facts: Facts) -> Verdict:
+    """The routed experts run on a fast backend for this GPU, and on the one that was asked for.
+
+    On a GB10 vLLM picks Marlin by itself; Humming must be asked for. Emulation dequantizes at every call, and experts
+    that became BF16 read almost four times the bytes.
+    """
+    fmt, names = facts.get("log.moe_format"), _backends(facts)
+    shown, asked = ", ".join(names), _asked(facts)
+    if facts.get("checkpoint.format") == "fp4" and fmt == "unquantized":
+        return fail(
+            f"the experts are MXFP4 in the checkpoint, but run unquantized on {shown}",
+            "leave --quantization out, and see plugin_active",
+            costs.bf16_experts(facts),
+        )
+    for name in names:
+        if name.upper() in _SLOW or name == "reference":
+            return fail(
+                f"the experts run on {name}: it {_SLOW.get(name.upper(), 'dequantizes them at every call')}",
+                "use --moe-backend auto or humming, and leave ling.moe=reference out",
+                costs.bf16_experts(facts),
+            )
+    if asked not in ("auto", "ling", "reference", "b12x"):
+        wanted = _ALIASES.get(asked, asked.upper())
+        if not any(wanted in name.upper().replace("-", "_") for name in names):
+            return fail(
+                f"{asked} was asked for, but the experts run on {shown}",
+                "see the server log for vLLM's reason",
+            )
+    capability = facts.get("gpu.capability")
+    if any("MARLIN" in name.upper() for name in names) and asked == "auto" and fmt == "mxfp4":
+        if capability is None:
+            return unknown(
+                f"the experts run on {shown}; whether Humming is faster depends on the GPU, which is not known",
+                "run doctor on the server's machine",
+            )
+        if capability >= 120 or capability == 90:
+            return warn(
+                f"the experts run on {shown} (vLLM's own order for compute capability {capability / 10:.1f})",
+                "--moe-backend humming",
+                _humming(capability),
+            )
+    return ok(f"{fmt or 'experts'} on {shown}")
+
+
+def _humming(capability: int) -> str:
+    if capability == 90:
+        return "5.90-6.00 ms per token on Marlin against 5.56-6.07 on Humming, measured on an H200"
+    return "published for a GB10: 27.71 ms per token became 25.35 with Humming (from FlashInfer)"
+
+
+@check("log", "live")
+def moe_activations(facts: Facts) -> Verdict:
+    """Whether the experts' activations stay BF16 (W4A16) or are rounded to 8 bits (W4A8).
+
+    Both are legal for Ling's MXFP4 experts, but they are not the same model: benchmark and evaluation must name the one
+    that ran. A request for 8 bits that vLLM could not honour is a silent change.
+    """
+    if "log.moe_activation_fallback" in facts:
+        return fail(
+            facts["log.moe_activation_fallback"],
+            "leave the activation request out, or choose a backend that has it",
+        )
+    if facts.get("checkpoint.format", "fp4") != "fp4":
+        return ok("no MXFP4 experts")
+    names = _backends(facts)
+    if any(mark in name.upper() for name in names for mark in _8_BIT_ACTIVATIONS):
+        return warn(
+            f"W4A8: {', '.join(names)} rounds activations to 8 bits",
+            "--moe-backend humming or marlin keeps them BF16; if 8 bits are meant, evaluate with them",
+        )
+    override = facts.get("env.variables", {}).get("VLLM_HUMMING_INPUT_QUANT_CONFIG")
+    if override and "HUMMING" in names and "static" in facts.sources:
+        return warn(f"W4A8: VLLM_HUMMING_INPUT_QUANT_CONFIG={override}", "unset it for BF16 activations")
+    return ok(f"W4A16: {', '.join(names)} keeps BF16 activations")
+
+
+@check("static", "log", "live")
+def deep_gemm_scales(facts: Facts) -> Verdict:
+    """DeepGEMM's E8M0 scales and compute capability 12.x do not meet.
+
+    On SM12x (GB10, RTX PRO 6000) block-FP8 through DeepGEMM with E8M0 scales was reported to give gibberish. The kernel
+    must be another one, or E8M0 must be off.
+    """
+    capability = facts.get("gpu.capability")
+    if capability is None:
+        if facts.get("engine.device") == "cpu" or facts.get("gpu.names") == []:
+            return ok("no GPU")
+        return unknown(f"{facts['gpu.capability']}")
+    if capability < 120:
+        return ok(f"compute capability {capability / 10:.1f}")
+    variables = facts.get("env.variables", {})
+    switched_off = (
+        variables.get("VLLM_USE_DEEP_GEMM") == "0" or variables.get("VLLM_USE_DEEP_GEMM_E8M0") == "0"
+    )
+    kernels = facts.get("log.linear_kernels")
+    uses = kernels is not None and any("DeepGemm" in name for name in kernels)
+    if facts.get("log.e8m0") and (uses or kernels is None):
+        return fail(
+            f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}",
+            "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
+        )
+    if kernels:
+        return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")
+    if switched_off:
+        return ok("DeepGEMM or its E8M0 scales are switched off")
+    if facts.get("checkpoint.format", "fp8") not in ("fp8", "fp4"):
+        return ok("no block-FP8 layers")
+    return warn(
+        f"compute capability {capability / 10:.1f}: vLLM may choose DeepGEMM with E8M0 scales",
+        "VLLM_USE_DEEP_GEMM_E8M0=0",
+    )

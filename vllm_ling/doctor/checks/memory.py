@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory: KV and state cache, preemption, unified memory, prefix caching."""
+
+from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
+from vllm_ling.doctor.registry import check
+
+UNIFIED_LIMIT, UNIFIED_RISK = 0.9, 0.86
+_VLLM_DEFAULT = 0.92
+
+
+@check("live")
+def preemptions(facts: Facts) -> Verdict:
+    """No request lost its KV cache and state while it ran: a preempted one is computed again from its first token."""
+    count = facts["recent.vllm:num_preemptions_total"]
+    if count:
+        return fail(
+            f"{count:.0f} preemptions ({facts.origin('recent.vllm:num_preemptions_total')})",
+            "fewer --max-num-seqs, a shorter --max-model-len, or more --gpu-memory-utilization",
+        )
+    return ok("no preemption between the two readings")
+
+
+@check("log", "live")
+def cache_size(facts: Facts) -> Verdict:
+    """The KV and state cache holds at least one request of full length, and as many as may run together."""
+    room = float(facts["log.kv_concurrency"])
+    if room < 1:
+        return fail(
+            f"the cache holds {room:.2f} requests of full length", "a shorter --max-model-len, or more memory"
+        )
+    users = facts.get("serve.max_num_seqs")
+    if users and 1 < int(users) <= 16 and room < int(users):
+        return warn(
+            f"the cache holds {room:.2f} requests of full length, --max-num-seqs is {users}",
+            f"--max-num-seqs {max(1, int(room))}, or a shorter --max-model-len",
+        )
+    return ok(f"room for {room:.1f} requests of full length")
+
+
+@check("static", "log", "live")
+def unified_memory(facts: Facts) -> Verdict:
+    """On unified memory (GB10) vLLM leaves the system enough.
+
+    --gpu-memory-utilization counts the whole memory, the system's part included; above 0.9 a DGX Spark swaps or its
+    driver locks up.
+    """
+    if facts.get("engine.device") == "cpu":
+        return ok("no GPU")
+    if facts["gpu.names"] == []:
+        return (
+            unknown("no GPU on this machine", "run doctor on the server's machine")
+            if facts.sources != {"static"}
+            else ok("no GPU on this machine")
+        )
+    if not facts["gpu.unified"]:
+        return ok(f"{facts['gpu.names'][0]}: memory of its own")
+    share = facts["serve.gpu_memory_utilization"]
+    share = _VLLM_DEFAULT if share is None else float(share)
+    fix = "--gpu-memory-utilization 0.85"
+    if share >= UNIFIED_LIMIT:
+        return fail(
+            f"gpu_memory_utilization {share:g} on {facts['gpu.names'][0]}, which shares it with the system",
+            fix,
+        )
+    if share > UNIFIED_RISK:
+        return warn(f"gpu_memory_utilization {share:g} on {facts['gpu.names'][0]}", fix)
+    return ok(f"gpu_memory_utilization {share:g}")
+
+
+@check("log", "live")
+def prefix_caching(facts: Facts) -> Verdict:
+    """Prefix caching is on if it was asked for, and finds something.
+
+    On this hybrid the KDA state is cached only at aligned block ends; vLLM switches caching off in some set-ups with
+    one line in the log, and short shared prefixes never hit.
+    """
+    enabled = facts["engine.enable_prefix_caching"]
+    asked = facts.get("serve.enable_prefix_caching")
+    why = (facts.get("log.prefix_off") or [""])[0]
+    if asked and (not enabled or why):
+        return fail(
+            f"--enable-prefix-caching was asked for, but it is off{': ' + why if why else ''}",
+            "leave the flag out, or remove what the log line names",
+        )
+    if enabled and why and facts.get("engine.device") != "cpu":
+        return warn(f"prefix caching was switched off: {why}", "remove what the log line names")
+    if not enabled:
+        return ok("prefix caching is off, and was not asked for")
+    if "live" not in facts.sources:
+        return ok("prefix caching is on")
+    queries = facts["recent.vllm:prefix_cache_queries_total"]
+    hits = facts["recent.vllm:prefix_cache_hits_total"]
+    if queries >= 20_000 and hits == 0:
+        return warn(
+            f"{queries:,.0f} prompt tokens were looked up and none was found",
+            "--no-enable-prefix-caching, if prompts share no long prefix",
+        )
+    return ok(f"prefix caching is on; {hits:,.0f} of {queries:,.0f} prompt tokens found")

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts from a server log of any size and content: bounded memory and time, the last server start counts.
+
+At most HEAD bytes from the start and TAIL bytes from the end are read: what a start says stands at its beginning, what
+serving says lately at the end. Lines longer than LINE are cut. Nothing that was read is executed.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_ling.doctor.facts.settings import put_settings
+from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.phrases import PHRASES, known_version
+from vllm_ling.doctor.text import clean
+
+HEAD = TAIL = 16 << 20
+LINE = 1 << 16
+_MARKED = re.compile("|".join(re.escape(phrase.marker) for phrase in PHRASES.values()))
+_WINDOWS = 6  # of ten seconds each: the last minute of speculation
+_ENGINE_WORDS = {
+    "enforce_eager": r"\benforce_eager=(True|False)",
+    "quantization": r"\bquantization=(\w+)",
+    "tensor_parallel_size": r"\btensor_parallel_size=(\d+)",
+    "enable_prefix_caching": r"\benable_prefix_caching=(True|False)",
+    "max_seq_len": r"\bmax_seq_len=(\d+)",
+    "device": r"\bdevice_config=(\w+)",
+    "cudagraph_mode": r"'cudagraph_mode': (?:<CUDAGraphMode\.)?'?(\w+)",
+    "capture_sizes": r"'cudagraph_capture_sizes': (\[[\d, ]*\])",
+    "k": r"SpeculativeConfig\(.*?num_spec_tokens=(\d+)",
+    "method": r"SpeculativeConfig\(method='(\w+)'",
+    "model": r"\bmodel='([^']*)'",
+}
+
+
+def read_log(facts: Facts, path: Path) -> None:
+    """States `log.*`, `plugin.*`, `record.*`, `recent.*` and `serve.*` facts from a log file."""
+    facts.sources.add("log")
+    try:
+        if not path.is_file():
+            raise OSError("not a file")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            reading = _Reading()
+            for line in _lines(file, size):
+                reading.add(line)
+    except OSError as error:
+        facts.put("problem.log", f"{path.name}: cannot be read ({error.strerror or error})", str(path))
+        return
+    if size == 0:
+        facts.put("problem.log", f"{path.name}: the file is empty", str(path))
+    elif reading.binary > reading.total // 10:
+        facts.put("problem.log", f"{path.name}: binary data, not a log", str(path))
+        return
+    facts.put("log.bytes", size, str(path))
+    facts.put("log.skipped_bytes", max(0, size - HEAD - TAIL), str(path))
+    reading.state(facts, path.name)
+
+
+def _lines(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Lines of the head and the tail; of a line longer than LINE only the beginning."""
+    yield from _bounded(file, min(size, HEAD))
+    if size > HEAD:
+        file.seek(max(HEAD, size - TAIL))
+        yield from _bounded(file, TAIL)
+
+
+def _bounded(file: BinaryIO, budget: int) -> Iterator[bytes]:
+    fresh = True
+    while budget > 0 and (line := file.readline(min(LINE, budget))):
+        budget -= len(line)
+        if fresh:
+            yield line
+        fresh = line.endswith(b"\n")
+
+
+class _Reading:
+    """Collects phrases; a new server start forgets the one before."""
+
+    def __init__(self) -> None:
+        self.total = self.binary = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.once: dict[str, list[str]] = {}
+        self.every: dict[str, list[list[str]]] = {}
+        self.failed_at: int | None = None
+
+    def add(self, raw: bytes) -> None:
+        self.total += 1
+        self.binary += b"\0" in raw
+        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        if not _MARKED.search(line):
+            return
+        if PHRASES["arguments"].marker in line:
+            self.restart()
+        for name, phrase in PHRASES.items():
+            if phrase.marker in line and (match := phrase.pattern.search(line)):
+                groups = [group or "" for group in match.groups()]
+                self.once.setdefault(name, groups)
+                kept = self.every.setdefault(name, [])
+                kept.append(groups)
+                del kept[:-64]
+
+    def state(self, facts: Facts, origin: str) -> None:
+        started = "engine" in self.once or "arguments" in self.once
+        version = self.once["engine"][0] if "engine" in self.once else None
+        if "bench" in self.once:
+            facts.sources.add("bench")
+            facts.put("bench.dataset", self.once["bench"][0], origin)
+            if not started:  # a benchmark's own log
+                facts.sources.discard("log")
+                return
+        if not started:
+            for key in ("plugin.", "record.", "serve.", "log.", "recent."):
+                facts.lacks(key, f"{origin}: no start of a vLLM server in it")
+            return
+        if version is not None:
+            facts.put("server.version", clean(version, 40), origin)
+            if not known_version(version):
+                for key in ("plugin.", "record.", "serve.", "log.", "recent."):
+                    facts.lacks(key, f"{origin}: the log phrases of vLLM {clean(version, 40)} are not known")
+                return
+        self._arguments(facts, origin)
+        self._engine(facts, origin)
+        self._plugin(facts, origin)
+        self._phrases(facts, origin)
+        self._speculation(facts, origin)
+
+    def _arguments(self, facts: Facts, origin: str) -> None:
+        if "arguments" not in self.once:
+            facts.lacks("serve.", f"{origin}: no line with the server's arguments")
+            return
+        try:
+            given = ast.literal_eval(self.once["arguments"][0])
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            facts.lacks("serve.", f"{origin}: the line with the server's arguments is damaged")
+            return
+        if isinstance(given, dict):
+            put_settings(facts, given, origin)
+
+    def _engine(self, facts: Facts, origin: str) -> None:
+        if "engine" not in self.once:
+            facts.lacks("log.", f"{origin}: the engine did not start")
+            return
+        words = self.once["engine"][1]
+        found = {name: match[1] for name, rule in _ENGINE_WORDS.items() if (match := re.search(rule, words))}
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if name in found:
+                facts.put(f"engine.{name}", found[name] == "True", origin)
+        if "device" in found:
+            facts.put("engine.device", found["device"], origin)
+        if "quantization" in found:
+            facts.put(
+                "engine.quantization",
+                None if found["quantization"] == "None" else found["quantization"],
+                origin,
+            )
+        if "cudagraph_mode" in found:
+            facts.put("engine.cudagraph_mode", found["cudagraph_mode"], origin)
+        if "capture_sizes" in found:
+            facts.put("engine.capture_sizes", ast.literal_eval(found["capture_sizes"]), origin)
+        facts.put("serve.k", int(found.get("k", 0)), origin)
+        facts.put("serve.method", found.get("method"), origin)
+        facts.put("serve.tensor_parallel_size", int(found.get("tensor_parallel_size", 1)), origin)
+        if "model" in found:
+            facts.put("serve.model", found["model"], origin)
+
+    def _plugin(self, facts: Facts, origin: str) -> None:
+        if "ling_active" in self.once:
+            facts.put("plugin.state", "active", origin)
+            facts.put("plugin.version", self.once["ling_active"][0], origin)
+            facts.put("plugin.active", self.once["ling_active"][1], origin)
+        elif "ling_inactive" in self.once:
+            facts.put("plugin.state", "inactive", origin)
+            facts.put("plugin.reason", self.once["ling_inactive"][0], origin)
+        elif "plugin_failed" in self.once:
+            cause = self.every.get("plugin_error", [[""]])[0][0]
+            facts.put("plugin.state", "failed to import", origin)
+            facts.put("plugin.reason", cause or "see the traceback in the log", origin)
+        elif "engine" in self.once:
+            facts.put("plugin.state", "absent", origin)
+        facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
+        facts.put("record.proofs", {g[0]: g[1] for g in self.every.get("ling_proof", [])}, origin)
+        facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
+        if "ling_error" in self.once:
+            facts.put("record.error", self.once["ling_error"][0], origin)
+
+    def _phrases(self, facts: Facts, origin: str) -> None:
+        for name in ("moe_mxfp4", "moe_fp8", "moe_int4", "moe_unquantized"):
+            if name in self.once:
+                facts.put("log.moe_format", name.removeprefix("moe_"), origin)
+                facts.put("log.moe_backend", sorted({g[0] for g in self.every[name]}), origin)
+                break
+        else:
+            facts.lacks("log.moe_backend", f"{origin}: no line names the MoE backend")
+        if "engine" in self.once:
+            facts.put("log.prefix_off", [g[0] for g in self.every.get("prefix_off", [])][:1], origin)
+            facts.put("log.graphs_off", "graphs_off" in self.once, origin)
+            facts.put("log.graphs_captured", "graphs_done" in self.once, origin)
+            facts.put("log.compiled", len(self.every.get("compiled", [])), origin)
+            facts.put("log.compile_cached", len(self.every.get("cached", [])), origin)
+            facts.put("log.runner", "v1" if "runner_v1" in self.once else "v2", origin)
+            facts.put("log.draft_loaded", "draft_model" in self.once, origin)
+            facts.put(
+                "log.linear_kernels", sorted({g[0] for g in self.every.get("linear_kernel", [])}), origin
+            )
+            slept = any(g[1] == "2" for g in self.every.get("asleep", []))
+            facts.put("log.slept_level_2", slept, origin)
+        if "unknown_variable" in self.once or "engine" in self.once:
+            names = sorted({g[0] for g in self.every.get("unknown_variable", [])})
+            facts.put("log.unknown_variables", names, origin)
+        if "e8m0" in self.once:
+            facts.put("log.e8m0", self.once["e8m0"][0] == "enabled", origin)
+        if "architecture" in self.once:
+            facts.put("log.architectures", [g[0] for g in self.every["architecture"]], origin)
+        if "kv_cache" in self.once:
+            tokens, length, concurrency = self.once["kv_cache"]
+            facts.put("log.kv_tokens", int(tokens.replace(",", "")), origin)
+            facts.put("log.kv_concurrency", float(concurrency), origin)
+            facts.put("serve.max_model_len_resolved", int(length.replace(",", "")), origin)
+        else:
+            facts.lacks("log.kv_concurrency", f"{origin}: no line with the KV cache's size")
+        if "moe_mxfp4_fallback" in self.once:
+            facts.put("log.moe_activation_fallback", self.once["moe_mxfp4_fallback"][0], origin)
+        if "engine_stats" in self.once:
+            facts.put(
+                "recent.running", max(int(g[0]) for g in self.every["engine_stats"][-_WINDOWS:]), origin
+            )
+
+    def _speculation(self, facts: Facts, origin: str) -> None:
+        windows = self.every.get("spec_metrics", [])[-_WINDOWS:]
+        k = facts.get("serve.k", 0)
+        if not windows or not k:
+            facts.lacks("recent.accept_length", f"{origin}: no line with speculation metrics")
+            return
+        drafted = sum(int(window[2]) for window in windows)
+        drafts = drafted / k
+        facts.put("recent.drafts", drafts, f"{origin}, last {len(windows)} of vLLM's speculation lines")
+        if not drafts:
+            facts.lacks("recent.accept_length", f"{origin}: nothing was drafted")
+            return
+        rates: list[Any] = [0.0] * k
+        for window in windows:
+            share = int(window[2]) / drafted
+            for position, rate in enumerate(window[3].split(", ")[:k]):
+                rates[position] += share * float(rate)
+        facts.put("recent.accept_length", 1 + sum(int(w[1]) for w in windows) / drafts, origin)
+        facts.put("recent.per_position", rates, origin)

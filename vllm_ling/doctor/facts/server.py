@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts from a running server: /version, and /metrics twice, a few seconds apart, with hard limits on size and time."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_ling.doctor import phrases
+from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.text import clean
+from vllm_ling.metrics import names as series
+
+MAX_BYTES = 4 << 20
+DEADLINE_S = 3.0
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class ServerUnreadable(Exception):
+    """A page that could not be read; the message says why."""
+
+
+def fetch(url: str, max_bytes: int = MAX_BYTES, deadline_s: float = DEADLINE_S) -> str:
+    """A page of at most `max_bytes` within `deadline_s`; redirects are refused, nothing is decompressed.
+
+    Raises:
+        ServerUnreadable: with the reason.
+    """
+    import httpx
+
+    until = time.monotonic() + deadline_s
+    body = b""
+    try:
+        with (
+            httpx.Client(trust_env=False, follow_redirects=False, timeout=deadline_s) as client,
+            client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as response,
+        ):
+            if response.is_redirect:
+                target = clean(response.headers.get("location", ""), 80)
+                raise ServerUnreadable(f"{url}: redirects to {target!r}, which is not followed")
+            if response.status_code != 200:
+                raise ServerUnreadable(f"{url}: HTTP {response.status_code}")
+            for chunk in response.iter_raw(1 << 16):
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ServerUnreadable(f"{url}: more than {max_bytes >> 20} MB")
+                if time.monotonic() > until:
+                    raise ServerUnreadable(f"{url}: did not end within {deadline_s:.0f} s")
+    except httpx.InvalidURL as error:
+        raise ServerUnreadable(f"{url}: not a URL ({error})") from None
+    except httpx.HTTPError as error:
+        raise ServerUnreadable(f"{url}: {type(error).__name__}: {error}") from None
+    return body.decode("utf-8", errors="replace")
+
+
+def parse_samples(text: str) -> Samples:
+    """Samples of the series that doctor reads, by sample name.
+
+    Raises:
+        ServerUnreadable: the text is not the Prometheus format, or holds none of vLLM's series.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    wanted = (*phrases.SERIES, *series.ALL)
+    lines = [line for line in text.split("\n") if line.startswith(wanted)]
+    found: Samples = {}
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((dict(sample.labels), float(sample.value)))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ServerUnreadable(f"/metrics: not the Prometheus text format ({type(error).__name__})") from None
+    if not any(name.startswith("vllm:") for name in found):
+        raise ServerUnreadable("/metrics: none of vLLM's series is there (--disable-log-stats, or not vLLM)")
+    return found
+
+
+def read_server(facts: Facts, url: str, interval_s: float) -> None:
+    """States `server.*`, `plugin.*`, `record.*`, `serve.*` and `recent.*` facts from the server at `url`."""
+    import json
+
+    facts.sources.add("live")
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        version = json.loads(fetch(f"{base}/version", 1 << 16))["version"]
+        facts.put("server.version", clean(version, 40), "/version")
+    except ServerUnreadable as error:
+        facts.lacks("server.version", str(error))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        facts.lacks("server.version", f"{base}/version: not vLLM's answer")
+    try:
+        before = parse_samples(fetch(f"{base}/metrics"))
+        started = time.monotonic()
+        time.sleep(interval_s)
+        after = parse_samples(fetch(f"{base}/metrics"))
+    except ServerUnreadable as error:
+        facts.put("problem.metrics", clean(error), url)
+        for key in ("recent.", "record.", "plugin.", "server.", "serve.", "engine."):
+            facts.lacks(key, str(error))
+        return
+    put_samples(facts, before, after, f"/metrics over {time.monotonic() - started:.1f} s")
+
+
+def put_samples(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
+    """States what two readings say; counters as differences, so that old traffic does not hide today's."""
+    version = facts.get("server.version")
+    if version is not None and not phrases.known_version(version):
+        for key in ("recent.", "server."):
+            facts.lacks(key, f"the series of vLLM {version} are not known")
+        return
+    for name in phrases.COUNTERS:
+        if name in after:
+            facts.put(f"recent.{name}", max(0.0, total(after, name) - total(before, name)), origin)
+    for name, value in _grouped(after, phrases.FINISHED, "finished_reason").items():
+        earlier = _grouped(before, phrases.FINISHED, "finished_reason").get(name, 0.0)
+        facts.put(f"recent.finished.{name}", value - earlier, origin)
+    if phrases.RUNNING in after:
+        facts.put(
+            "recent.running", max(total(before, phrases.RUNNING), total(after, phrases.RUNNING)), origin
+        )
+    if phrases.SLEEP_STATE in after:
+        states = _grouped(after, phrases.SLEEP_STATE, "sleep_state")
+        facts.put("recent.discarded", states.get("discard_all", 0.0) > 0, origin)
+    _speculation(facts, before, after, origin)
+    _cache(facts, after, origin)
+    _ling(facts, after, origin)
+
+
+def total(samples: Samples, name: str) -> float:
+    """Sum of a series over engines and labels."""
+    return sum(value for _, value in samples.get(name, []))
+
+
+def _grouped(samples: Samples, name: str, label: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for labels, value in samples.get(name, []):
+        sums[labels.get(label, "")] = sums.get(labels.get(label, ""), 0.0) + value
+    return sums
+
+
+def _speculation(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
+    if phrases.DRAFTS not in after:
+        facts.lacks("recent.accept_length", "the server exports no speculation counters")
+        return
+    drafts = total(after, phrases.DRAFTS) - total(before, phrases.DRAFTS)
+    if drafts <= 0:
+        facts.lacks(
+            "recent.accept_length",
+            "nothing was drafted between the two readings; send requests, or --interval 10",
+        )
+        facts.lacks("recent.per_position", "nothing was drafted between the two readings")
+        return
+    accepted = total(after, phrases.ACCEPTED) - total(before, phrases.ACCEPTED)
+    earlier = _grouped(before, phrases.ACCEPTED_PER_POSITION, "position")
+    later = _grouped(after, phrases.ACCEPTED_PER_POSITION, "position")
+    positions = sorted(int(name) for name in later if name.isdigit())
+    facts.put("recent.drafts", drafts, origin)
+    facts.put("recent.accept_length", 1 + accepted / drafts, origin)
+    rates = [(later[str(p)] - earlier.get(str(p), 0.0)) / drafts for p in positions]
+    facts.put("recent.per_position", rates, origin)
+
+
+def _cache(facts: Facts, after: Samples, origin: str) -> None:
+    for labels, _ in after.get(phrases.CACHE_CONFIG, [])[:1]:
+        flag = labels.get("enable_prefix_caching")
+        if flag in ("True", "False"):
+            facts.put("engine.enable_prefix_caching", flag == "True", origin)
+        for label, key in (
+            ("gpu_memory_utilization", "serve.gpu_memory_utilization"),
+            ("kv_cache_max_concurrency", "log.kv_concurrency"),
+        ):
+            if (value := _number(labels.get(label))) is not None:
+                facts.put(key, value, origin)
+
+
+def _ling(facts: Facts, after: Samples, origin: str) -> None:
+    """The plugin's own record and the resolved configuration, as `vllm_ling.metrics` exports them."""
+    if series.PLUGIN not in after:
+        if series.INFO not in after:
+            facts.put("plugin.state", "absent", origin)
+            facts.lacks("record.", "the server exports no series of the plugin")
+        return
+    states = {labels.get("process", ""): labels for labels, _ in after[series.PLUGIN]}
+    worst = next((s for s in states.values() if s.get("state") != "active"), next(iter(states.values())))
+    facts.put("plugin.state", worst.get("state"), origin)
+    facts.put("plugin.reason", worst.get("reason", ""), origin)
+    facts.put("plugin.version", worst.get("version", ""), origin)
+    facts.put("plugin.processes", sorted(states), origin)
+    choices = {s["what"]: [s["choice"], s["reason"]] for s in _labels(after, series.CHOICE)}
+    facts.put("record.choices", choices, origin)
+    facts.put("record.proofs", {s["code"]: s["message"] for s in _labels(after, series.PROOF)}, origin)
+    facts.put("record.faults", {s["code"]: s["message"] for s in _labels(after, series.FAULT)}, origin)
+    if series.LEVEL_2_SLEEPS in after:
+        facts.put("recent.level_2_sleeps", total(after, series.LEVEL_2_SLEEPS), origin)
+    for labels in _labels(after, series.INFO)[:1]:
+        _config(facts, labels, origin)
+
+
+def _config(facts: Facts, labels: Mapping[str, str], origin: str) -> None:
+    for name, key in series.INFO_FACTS.items():
+        if name in labels:
+            facts.put(key, _typed(labels[name]), origin)
+
+
+def _typed(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    if text in ("None", ""):
+        return None
+    if text.startswith("["):
+        return [int(word) for word in text.strip("[]").split(",") if word.strip().isdigit()]
+    number = _number(text)
+    if number is None:
+        return text
+    return int(number) if number.is_integer() and "." not in text else number
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _labels(samples: Samples, name: str) -> list[dict[str, str]]:
+    return [labels for labels, value in samples.get(name, []) if value]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: collects facts from the named sources, runs the checks, prints, returns the exit code."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vllm_ling.doctor.facts.checkpoint import read_checkpoint
+from vllm_ling.doctor.facts.environment import read_environment
+from vllm_ling.doctor.facts.gpu import read_gpus
+from vllm_ling.doctor.facts.log import read_log
+from vllm_ling.doctor.facts.settings import parse_flags, put_settings
+from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.finding import Finding, exit_code
+from vllm_ling.doctor.registry import CHECKS, run_checks
+from vllm_ling.errors import LingError
+
+
+def run(
+    words: Sequence[str],
+    url: str | None = None,
+    log: Path | None = None,
+    interval_s: float = 2.0,
+    json_output: bool = False,
+    explain: str | None = None,
+    everything: bool = False,
+) -> int:
+    """Runs `vllm-ling doctor` and returns its exit code: 0 ok, 1 warn, 2 fail, 3 unknown.
+
+    Args:
+        words: model and serve flags, as for `vllm-ling serve`.
+        url: a running server, read live.
+        log: a server log, read post mortem.
+        interval_s: time between the two readings of /metrics.
+        explain: a check's name; prints what it looks for and does nothing else.
+
+    Raises:
+        LingError: nothing to examine, or an unknown check.
+    """
+    from vllm_ling.doctor.render import as_json, print_about, print_findings
+
+    if explain is not None:
+        import vllm_ling.doctor.checks  # noqa: F401
+
+        if explain not in CHECKS:
+            raise LingError(f"--explain {explain}: no such check; there are {', '.join(CHECKS)}")
+        print_about(explain, CHECKS[explain].about, frozenset(CHECKS[explain].sources))
+        return 0
+    if not words and url is None and log is None:
+        raise LingError("doctor: name a model (with the flags to serve it), --url URL or --log FILE")
+    if interval_s <= 0 or interval_s > 600:
+        raise LingError(f"--interval {interval_s}: between 0 and 600 seconds")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise LingError(f"--url {url}: must start with http:// or https://")
+    findings, idle, facts = examine(words, url, log, interval_s)
+    if json_output:
+        print(as_json(findings, facts, idle))
+    else:
+        print_findings(findings, idle, everything)
+    return exit_code(findings)
+
+
+def examine(
+    words: Sequence[str],
+    url: str | None = None,
+    log: Path | None = None,
+    interval_s: float = 2.0,
+    env: Mapping[str, str] | None = None,
+) -> tuple[list[Finding], list[str], Facts]:
+    """Findings, names of the checks that had no source, and the facts."""
+    # Compatibility notes of the Hugging Face cache and the like are not findings.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    facts = Facts()
+    if url is not None:
+        from vllm_ling.doctor.facts.server import read_server
+
+        read_server(facts, url, interval_s)
+    if log is not None:
+        read_log(facts, log)
+    if words:
+        facts.sources.add("static")
+        put_settings(facts, parse_flags(words), "command line")
+    read_environment(facts, env)
+    read_gpus(facts)
+    model = facts.get("serve.model")
+    if model:
+        read_checkpoint(facts, str(model))
+    else:
+        facts.lacks("checkpoint.", "no source names the model")
+    findings, idle = run_checks(facts)
+    return findings, idle, facts

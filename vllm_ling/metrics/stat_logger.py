@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point `vllm.stat_logger_plugins`: registers the plugin's series in the API server, for Ling models only.
+
+vLLM builds one per engine in every API server. It must never raise, and for other models it does nothing. (One side
+effect is vLLM's own: with any such plugin installed, `--disable-log-stats` silences the log but keeps the counters.)
+"""
+
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_ling.compat import ARCHITECTURE
+from vllm_ling.status import shared_folder, warning
+
+
+class LingStatLogger(StatLoggerBase):
+    """Follows acceptance and sleep states of one engine."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._collector: Any = None
+        try:
+            if ARCHITECTURE in (vllm_config.model_config.architectures or []) and engine_index == 0:
+                self._collector = _register(vllm_config)
+        except Exception as error:  # metrics must not keep a server from starting
+            warning(f"no ling: series on /metrics: {type(error).__name__}: {error}")
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Adds one engine step's drafts to the rolling window."""
+        spec = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if spec is not None and self._collector is not None and self._collector.window is not None:
+            self._collector.window.add(spec.num_drafts, spec.num_accepted_tokens)
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Counts level-2 sleeps: they discard the draft's weights, and only the target's are read again."""
+        if self._collector is not None and not is_awake and level == 2:
+            self._collector.level_2_sleeps += 1
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log: the records were logged as they were made."""
+
+
+def _register(vllm_config: Any) -> Any:
+    from prometheus_client import REGISTRY
+
+    from vllm_ling.metrics.acceptance import AcceptanceWindow
+    from vllm_ling.metrics.collector import LingCollector, config_labels
+
+    for known in list(REGISTRY._collector_to_names):
+        if isinstance(known, LingCollector):  # a second engine of this process
+            REGISTRY.unregister(known)
+    window = AcceptanceWindow() if vllm_config.speculative_config is not None else None
+    collector = LingCollector(shared_folder(), config_labels(vllm_config), window)
+    REGISTRY.register(collector)
+    return collector
