@@ -20,7 +20,7 @@ def graphs_on(facts: Facts) -> Verdict:
         return fail(
             "--enforce-eager: CUDA graphs and compilation are off", "leave --enforce-eager out", _LAUNCHES
         )
-    mode = facts.get("engine.cudagraph_mode", facts.get("serve.cudagraph_mode"))
+    mode = facts.get("engine.cudagraph_mode", facts.get("serve.cudagraph_mode", "as vLLM chooses"))
     if facts.get("log.graphs_off") or str(mode).upper() == "NONE":
         return fail("cudagraph_mode is NONE", "leave cudagraph_mode out of --compilation-config", _LAUNCHES)
     if str(mode).upper() == "PIECEWISE":
@@ -28,7 +28,7 @@ def graphs_on(facts: Facts) -> Verdict:
             "cudagraph_mode is PIECEWISE: attention and KDA run outside the graphs",
             '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'',
         )
-    return ok(f"cudagraph_mode {mode or 'as vLLM chooses'}")
+    return ok(f"cudagraph_mode {mode}")
 
 
 @check("static", "log", "live")

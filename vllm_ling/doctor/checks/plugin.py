@@ -167,8 +167,10 @@ def unknown_variables(facts: Facts) -> Verdict:
     ours = {"VLLM_LING_DISABLE"}
     if "log.unknown_variables" in facts:
         strange = [name for name in facts["log.unknown_variables"] if name not in ours]
-        known: set[str] = facts.get("_env.known_variables", set())
+        known: frozenset[str] = facts.get("_env.known_variables", frozenset())
     else:
+        if "static" not in facts.sources:  # this process's variables are not the server's
+            return unknown(f"{facts['log.unknown_variables']}")
         variables = facts["env.variables"]
         if "_env.known_variables" not in facts:
             return unknown(f"{facts['env.known_variables']}")

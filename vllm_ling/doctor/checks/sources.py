@@ -28,14 +28,18 @@ def sources_readable(facts: Facts) -> Verdict:
 def server_version(facts: Facts) -> Verdict:
     """The server's vLLM is one whose log phrases and series are known, and the one installed here.
 
-    A server that runs another vLLM than the installed one was started from another environment or before an upgrade:
-    what `vllm-ling doctor` reads from installed packages then says nothing about it.
+    A local server that runs another vLLM was started from another environment, or before an upgrade: what doctor reads
+    from the installed packages then says nothing about it.
     """
     version = str(facts["server.version"])
     if not known_version(version):
         return unknown(f"the server runs vLLM {version}; phrases are known for {', '.join(VERSIONS)}")
     installed = facts.get("installed.vllm")
-    if installed is not None and installed.partition("+")[0] != version.partition("+")[0]:
+    if (
+        facts.get("server.local")
+        and installed is not None
+        and installed.partition("+")[0] != version.partition("+")[0]
+    ):
         return warn(
             f"the server runs vLLM {version}, installed here is {installed}",
             "restart the server after an upgrade",

@@ -2,6 +2,7 @@
 """Facts from this process's environment: versions, the plugin's entry point, variables, caches. Imports no torch."""
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -60,25 +61,33 @@ def _is_installed(name: str) -> bool:
 
 
 def _known_variables(facts: Facts) -> None:
-    """Names of `vllm.envs.environment_variables`, read from the source: importing vLLM takes seconds."""
     try:
-        spec = importlib.util.find_spec("vllm")
-        folder = Path((spec.submodule_search_locations or [])[0]) if spec else None
-        if folder is None:
-            raise OSError("vllm is not installed")
-        tree = ast.parse((folder / "envs.py").read_text(encoding="utf-8"))
+        facts.put("_env.known_variables", known_variables(), "vllm/envs.py")
     except (OSError, SyntaxError, ValueError, IndexError) as error:
         facts.lacks("env.known_variables", f"vllm/envs.py: {error}")
-        return
+
+
+@functools.cache
+def known_variables() -> frozenset[str]:
+    """Names of `vllm.envs.environment_variables`, read from the source: importing vLLM takes seconds.
+
+    Raises:
+        OSError: vLLM is not installed or its file cannot be read.
+        SyntaxError: nor parsed.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise OSError("vllm is not installed")
+    text = (Path(spec.submodule_search_locations[0]) / "envs.py").read_text(encoding="utf-8")
     known: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Dict):
             keys = {
                 key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
             }
             if any(key.startswith("VLLM_") for key in keys):
                 known |= keys
-    facts.put("_env.known_variables", known, "vllm/envs.py")
+    return frozenset(known)
 
 
 def _caches(facts: Facts, env: Mapping[str, str]) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts from a running server: /version, and /metrics twice, a few seconds apart, with hard limits on size and time."""
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_ling.doctor import phrases
 from vllm_ling.doctor.facts.store import Facts
@@ -76,10 +78,12 @@ def parse_samples(text: str) -> Samples:
 
 def read_server(facts: Facts, url: str, interval_s: float) -> None:
     """States `server.*`, `plugin.*`, `record.*`, `serve.*` and `recent.*` facts from the server at `url`."""
-    import json
-
     facts.sources.add("live")
     base = url.rstrip("/").removesuffix("/v1")
+    try:
+        facts.put("server.local", urlsplit(base).hostname in ("127.0.0.1", "::1", "localhost"), url)
+    except ValueError:
+        facts.lacks("server.local", f"{url}: not a URL")
     try:
         version = json.loads(fetch(f"{base}/version", 1 << 16))["version"]
         facts.put("server.version", clean(version, 40), "/version")
@@ -120,9 +124,9 @@ def put_samples(facts: Facts, before: Samples, after: Samples, origin: str) -> N
     if phrases.SLEEP_STATE in after:
         states = _grouped(after, phrases.SLEEP_STATE, "sleep_state")
         facts.put("recent.discarded", states.get("discard_all", 0.0) > 0, origin)
+    _ling(facts, after, origin)
     _speculation(facts, before, after, origin)
     _cache(facts, after, origin)
-    _ling(facts, after, origin)
 
 
 def total(samples: Samples, name: str) -> float:
@@ -139,8 +143,12 @@ def _grouped(samples: Samples, name: str, label: str) -> dict[str, float]:
 
 def _speculation(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
     if phrases.DRAFTS not in after:
+        facts.put("serve.k", 0, f"{origin}: no speculation counters")
         facts.lacks("recent.accept_length", "the server exports no speculation counters")
         return
+    names = _grouped(after, phrases.ACCEPTED_PER_POSITION, "position")
+    positions = sorted(int(name) for name in names if name.isdigit())
+    facts.put("serve.k", len(positions), f"{origin}: positions counted")
     drafts = total(after, phrases.DRAFTS) - total(before, phrases.DRAFTS)
     if drafts <= 0:
         facts.lacks(
@@ -152,7 +160,6 @@ def _speculation(facts: Facts, before: Samples, after: Samples, origin: str) -> 
     accepted = total(after, phrases.ACCEPTED) - total(before, phrases.ACCEPTED)
     earlier = _grouped(before, phrases.ACCEPTED_PER_POSITION, "position")
     later = _grouped(after, phrases.ACCEPTED_PER_POSITION, "position")
-    positions = sorted(int(name) for name in later if name.isdigit())
     facts.put("recent.drafts", drafts, origin)
     facts.put("recent.accept_length", 1 + accepted / drafts, origin)
     rates = [(later[str(p)] - earlier.get(str(p), 0.0)) / drafts for p in positions]

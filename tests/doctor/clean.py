@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sound configurations in which doctor must find nothing; the captured ones are in test_doctor_clean.py."""
+
+import dataclasses
+
+from tests.doctor.evidence import (
+    GB10,
+    GPU_INFO,
+    GPU_RECORD,
+    LIVE,
+    LOG,
+    STATIC,
+    Evidence,
+    but,
+    lines,
+    live,
+    without,
+)
+from tests.doctor.faults.common import fp8_head
+
+V1 = lines(
+    LOG,
+    (r"^(.*Resolved architecture: BailingMoeV3MTPModel)$", r"\1\nWARNING using the V1 model runner instead"),
+)
+PLAIN = lines(
+    without(
+        LOG, "SpecDecoding", "PROOF ok: draft_head", "Loading drafter", "architecture: BailingMoeV3MTPModel"
+    ),
+    (r", 'speculative_config': \{.*?\}", ""),
+    (r"speculative_config=SpeculativeConfig\([^)]*\)", "speculative_config=None"),
+)
+
+
+def two_ranks(evidence: Evidence) -> Evidence:
+    """The log of two tensor-parallel ranks."""
+    once = lines(
+        evidence,
+        ("tensor_parallel_size=1", "tensor_parallel_size=2"),
+        ("'max_num_seqs'", "'tensor_parallel_size': 2, 'max_num_seqs'"),
+    )
+    doubled = []
+    for line in (once.log or "").splitlines():
+        doubled.append(line.replace("(EngineCore pid=200)", "(Worker_TP0 pid=201)"))
+        if "status.py" in line:
+            doubled.append(line.replace("(EngineCore pid=200)", "(Worker_TP1 pid=202)"))
+    return dataclasses.replace(once, log="\n".join(doubled) + "\n")
+
+
+PLAIN_INFO = {**GPU_INFO, "k": "0", "method": "None"}
+CLEAN = {
+    "H200, V2 runner, MTP, log": LOG,
+    "H200, V2 runner, plain, log": PLAIN,
+    "H200, V1 runner, MTP, log": V1,
+    "two ranks, MTP, log": two_ranks(LOG),
+    "two ranks, plain, log": two_ranks(PLAIN),
+    "GB10, Humming, MTP, log": but(LOG, gpu=GB10),
+    "H200, MTP, live": LIVE,
+    "H200, two ranks, MTP, live": live(LIVE, info={"tensor_parallel_size": "2"}),
+    "H200, plain, live": live(
+        LIVE,
+        info=PLAIN_INFO,
+        traffic={name: None for name in LIVE.live.traffic if "spec_decode" in name} if LIVE.live else {},
+        record={**GPU_RECORD, "proofs": {"head_probe": "top-1 agreement 95.7%"}},
+    ),
+    "GB10, MTP, static": but(STATIC, gpu=GB10, env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}),
+    "H200, MTP, static": STATIC,
+    "H200, stored FP8 head, live": but(LIVE, tensors=fp8_head(True)),
+}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Injected faults: drafting and acceptance."""
+
+from tests.doctor.evidence import LIVE, LOG, but, lines, live, without
+from tests.doctor.faults.common import IDLE, LITTLE, NO_OWN_SERIES, Fault, accepted
+
+DRAFTING = [
+    Fault("accepted at chance", "accept_length", "fail", "noise", accepted(0.01, 0.0, 0.0), LIVE, IDLE),
+    Fault(
+        "accepted at chance, by log",
+        "accept_length",
+        "fail",
+        "noise",
+        lines(
+            LOG,
+            ("length: 2.68", "length: 1.01"),
+            ("Accepted: 336", "Accepted: 2"),
+            ("0.780, 0.540, 0.360", "0.010, 0.000, 0.000"),
+        ),
+        LOG,
+        without(LOG, "SpecDecoding"),
+    ),
+    Fault(
+        "accepted poorly",
+        "accept_length",
+        "warn",
+        "accept length 1.20",
+        accepted(0.15, 0.05, 0.0),
+        LIVE,
+        IDLE,
+    ),
+    Fault(
+        "last position never accepted",
+        "draft_positions",
+        "warn",
+        "position 3 of 3",
+        accepted(0.8, 0.5, 0.0),
+        LIVE,
+        IDLE,
+    ),
+    Fault(
+        "no position accepted",
+        "draft_positions",
+        "fail",
+        "no position",
+        accepted(0.0, 0.0, 0.0),
+        LIVE,
+        live(LIVE, traffic=LITTLE),
+    ),
+    Fault(
+        "slower than no speculation",
+        "speculation_pays",
+        "warn",
+        "times the bytes",
+        accepted(0.3, 0.05, 0.02),
+        LIVE,
+        IDLE,
+    ),
+    Fault(
+        "too many together",
+        "concurrency",
+        "warn",
+        "16 requests",
+        live(LIVE, gauges={"vllm:num_requests_running": 16.0}),
+        LIVE,
+        live(LIVE, gauges={"vllm:num_requests_running": None}),
+    ),
+    Fault(
+        "level-2 sleep",
+        "level_2_sleep",
+        "fail",
+        "discarded",
+        live(LIVE, level_2_sleeps=1),
+        LIVE,
+        NO_OWN_SERIES,
+    ),
+    Fault(
+        "level-2 sleep, by log",
+        "level_2_sleep",
+        "fail",
+        "discarded",
+        but(
+            LOG,
+            log=LOG.log + 'INFO: 127.0.0.1:1 - "POST /sleep?level=2 HTTP/1.1" 200 OK\n' if LOG.log else "",
+        ),
+    ),
+]
