@@ -25,7 +25,12 @@ def head_method(layer: ParallelLMHead, prefix: str, vllm_config: VllmConfig) -> 
     choose("lm_head", choice, reason)
     if choice == "bf16":
         return UnquantizedEmbeddingMethod()
-    return HeadFp8Method(choice, options.on_probe, dummy=vllm_config.load_config.load_format == "dummy")
+    return HeadFp8Method(
+        choice,
+        options.on_probe,
+        dummy=vllm_config.load_config.load_format == "dummy",
+        decode_kernel=options.linear == "ling",
+    )
 
 
 def head_facts(vllm_config: VllmConfig) -> HeadFacts:
@@ -33,7 +38,8 @@ def head_facts(vllm_config: VllmConfig) -> HeadFacts:
     model = vllm_config.model_config
     speculative: Any = vllm_config.speculative_config
     return HeadFacts(
-        stored=_stored_head(model.model),
+        # Random weights need no files.
+        stored="unknown" if vllm_config.load_config.load_format == "dummy" else _stored_head(model.model),
         checkpoint_quantized=getattr(model.hf_config, "quantization_config", None) is not None,
         quantization_ling=model.quantization == "ling",
         model_dtype=str(model.dtype).removeprefix("torch."),

@@ -35,6 +35,7 @@ class HeadFp8Method(QuantizeMethodBase):
         source: where the FP8 weight comes from: quantized while loading, or stored with row or block scales.
         on_probe: on drift beyond the probe's bounds stop ("fail") or keep the BF16 weight ("bf16").
         dummy: random weights are being used (`--load-format dummy`), so scales mean nothing and are set to 1.
+        decode_kernel: multiply few rows with our kernel on a GPU (BF16 activations).
     """
 
     def __init__(
@@ -42,10 +43,13 @@ class HeadFp8Method(QuantizeMethodBase):
         source: Literal["fp8_online", "fp8_row", "fp8_block"],
         on_probe: Literal["fail", "bf16"],
         dummy: bool,
+        decode_kernel: bool = False,
     ) -> None:
         self._source = source
         self._on_probe = on_probe
         self._dummy = dummy
+        self._wants_kernel = decode_kernel
+        self._gemv: Any = None
 
     def create_weights(
         self,
@@ -124,12 +128,34 @@ class HeadFp8Method(QuantizeMethodBase):
             scale.data.fill_(2.0**-8)
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise LingError("lm_head: the FP8 head has rows whose scale is missing, zero, negative or NaN")
+        self._gemv, reason = self._decode_kernel(layer)
+        if self._gemv is not None:
+            choose(
+                "lm_head decode kernel", "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations"
+            )
+        elif self._wants_kernel:
+            choose("lm_head decode kernel", "none", reason)
         if current_platform.is_cuda() and self._source != "fp8_block":
             choose(
                 "lm_head kernel", "cutlass_scaled_mm", "FP8 weights and per-token FP8 activations, row scales"
             )
         else:
             choose("lm_head kernel", "dequantize", "no FP8 GEMM for this device or scale layout")
+
+    def _decode_kernel(self, layer: Any) -> tuple[Any, str]:
+        if not self._wants_kernel:
+            return None, "ling.linear=stock"
+        if not current_platform.is_cuda():
+            return None, "no NVIDIA GPU"
+        try:
+            from vllm_ling.quant.fp8_gemv import GemvShape
+            from vllm_ling.quant.linear_decode import gemv_for
+
+            rows, hidden = layer.weight.shape
+            shape = GemvShape(rows, hidden, row_scales=self._source != "fp8_block")
+            return gemv_for(shape, layer.weight.device), ""
+        except (RuntimeError, ValueError, ImportError) as error:
+            return None, f"{type(error).__name__}: {error}"
 
     def scale(self, layer: Any) -> torch.Tensor:
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
@@ -139,6 +165,16 @@ class HeadFp8Method(QuantizeMethodBase):
         """Logits [..., rows] of hidden states `x` [..., hidden], in x's dtype."""
         if layer.weight.dtype != torch.float8_e4m3fn:
             return F.linear(x, layer.weight.to(x.dtype), bias)
+        rows = x.numel() // x.shape[-1]
+        if (
+            self._gemv is not None
+            and bias is None
+            and x.dtype == torch.bfloat16
+            and 0 < rows <= self._gemv.max_tokens
+        ):
+            flat = x.reshape(rows, x.shape[-1]).contiguous()
+            out = torch.empty(rows, layer.weight.shape[0], dtype=x.dtype, device=x.device)
+            return self._gemv(flat, layer.weight, self.scale(layer), out).view(*x.shape[:-1], -1)
         if self._source == "fp8_block":
             return F.linear(
                 x, dequantize_block_fp8(layer.weight, layer.weight_scale_inv, _BLOCK, x.dtype), bias

@@ -39,6 +39,8 @@ def moe_method(layer: Any, fmt: ExpertFormat, stock: Callable[[], Any]) -> Fused
     layer.moe_config.swiglu_limit = None
     if choice != "stock":
         layer.moe_config.moe_backend = choice
+    # Read by models/moe_block.py: our decode kernel may take over for a few tokens.
+    layer.ling_decode = fmt == "mxfp4" and device == "cuda" and options.moe == "ling"
     method = stock() or UnquantizedFusedMoEMethod(layer.moe_config)
     if limit is not None:
         from vllm_ling.quant.moe_clamp import clamp_after_silu

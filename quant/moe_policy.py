@@ -37,18 +37,24 @@ def choose_moe(option: str, facts: MoEFacts) -> tuple[MoEChoice, str]:
             "torch",
             f"ling.moe={option}: on the CPU experts are dequantized once and computed in plain torch",
         )
-    if option == "ling":
-        raise LingError("ling.moe=ling: no Ling GPU kernel is built yet; use auto, humming or marlin")
-    if option in ("humming", "marlin"):
+    if option in ("ling", "humming", "marlin"):
         if facts.fmt != "mxfp4":
             raise LingError(
                 f"ling.moe={option} is for MXFP4 experts, but these experts are {facts.fmt}; use auto"
             )
-        if facts.cli_backend not in ("auto", option):
+        if facts.device != "cuda":
+            raise LingError(f"ling.moe={option} needs an NVIDIA GPU; use auto")
+        backend: MoEChoice = "marlin" if option == "marlin" else "humming"
+        if facts.cli_backend not in ("auto", backend):
             raise LingError(
                 f"ling.moe={option} contradicts --moe-backend {facts.cli_backend}; give one of them"
             )
-        return ("humming" if option == "humming" else "marlin"), f"ling.moe={option}"
+        if option == "ling":
+            return (
+                backend,
+                "ling.moe=ling: prefill and large batches; our kernel decodes from the same weights",
+            )
+        return backend, f"ling.moe={option}"
     if facts.clamped and facts.fmt in ("fp8", "bf16") and facts.cli_backend == "auto":
         # vLLM's first picks for these formats fuse the activation into the GEMM, out of the clamp's reach.
         return (

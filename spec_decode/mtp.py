@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe_v3_mtp import BailingMoeV3MTPModel
+from vllm.platforms import current_platform
 
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import draft_name
@@ -31,6 +32,10 @@ class LingMTPModel(BailingMoeV3MTPModel):
         for layer in layers.values():
             unbind(layer.shared_head.head)
             layer.shared_head = SharedHead(layer.shared_head.head, fail=fail, inject=options.inject_fault)
+        if current_platform.is_cuda():
+            from vllm_ling.models.moe_block import install_moe_blocks
+
+            install_moe_blocks(self, vllm_config)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """Draft logits [tokens, vocab] of `hidden_states` [tokens, hidden], through the proven head only.

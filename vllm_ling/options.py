@@ -19,7 +19,13 @@ class LingOptions(BaseModel):
         description="Output head; fp8 quantizes a BF16 head while loading, auto means fp8 unless forbidden.",
     )
     moe: Literal["auto", "ling", "humming", "marlin", "reference"] = Field(
-        "auto", description="Backend of the routed MXFP4 experts."
+        "auto",
+        description="Backend of the routed MXFP4 experts. On a GPU ling decodes up to 8 tokens with our kernel and "
+        "leaves the rest to Humming.",
+    )
+    linear: Literal["stock", "ling"] = Field(
+        "stock",
+        description="Block-FP8 projections and the FP8 head on a GPU: vLLM's GEMM always, or ours for few tokens.",
     )
     on_fault: Literal["fail", "warn"] = Field(
         "fail",

@@ -75,6 +75,8 @@ def test_head_refusals_name_the_cause(option: str, facts: HeadFacts, word: str) 
         ("auto", MoEFacts("fp8", "cuda", False, "auto"), "stock"),
         ("humming", MoEFacts("mxfp4", "cuda", False, "auto"), "humming"),
         ("marlin", MoEFacts("mxfp4", "cuda", False, "marlin"), "marlin"),
+        ("ling", MoEFacts("mxfp4", "cuda", True, "auto"), "humming"),
+        ("ling", MoEFacts("mxfp4", "cuda", False, "humming"), "humming"),
     ],
 )
 def test_moe_choice(option: str, facts: MoEFacts, expected: str) -> None:
@@ -88,7 +90,9 @@ def test_moe_choice(option: str, facts: MoEFacts, expected: str) -> None:
         ("humming", MoEFacts("mxfp4", "cpu", False, "auto"), "needs an NVIDIA GPU"),
         ("marlin", MoEFacts("fp8", "cuda", False, "auto"), "experts are fp8"),
         ("humming", MoEFacts("mxfp4", "cuda", False, "marlin"), "--moe-backend marlin"),
-        ("ling", MoEFacts("mxfp4", "cuda", False, "auto"), "ling.moe=ling"),
+        ("ling", MoEFacts("int4", "cuda", False, "auto"), "experts are int4"),
+        ("ling", MoEFacts("mxfp4", "cuda", False, "marlin"), "--moe-backend marlin"),
+        ("ling", MoEFacts("mxfp4", "other", False, "auto"), "needs an NVIDIA GPU"),
     ],
 )
 def test_moe_refusals_name_the_cause(option: str, facts: MoEFacts, word: str) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a sequence of launches as one CUDA graph, so that neither Python nor the L2 cache flatters the figure."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +21,8 @@ class Timing:
 def time_graph(calls: Sequence[Callable[[], object]], rounds: int = 4, replays: int = 11) -> Timing:
     """Times `calls` (one per layer; together larger than the L2 cache), each run `rounds` times in a graph.
 
-    The graph is replayed `replays` times after two warm-ups; every figure is a replay's time over its number of calls.
+    The graph is replayed `replays` times after warm-ups of at least 20 ms, as clocks rise under load; every figure is a
+    replay's time over its number of calls.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -33,8 +35,10 @@ def time_graph(calls: Sequence[Callable[[], object]], rounds: int = 4, replays: 
                 for call in calls:
                     call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
-        for _ in range(2):
+        warm = time.monotonic() + 0.02
+        while time.monotonic() < warm:
             graph.replay()
+            stream.synchronize()
         for begin, end in events:
             begin.record(stream)
             graph.replay()

@@ -10,12 +10,15 @@ from typing import ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
+from vllm.platforms import current_platform
 
 from vllm_ling.cpu.install import install_cpu_layers
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import target_name
 from vllm_ling.models.strict_loading import load_strictly
+from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.shared_head import register_target_head
+from vllm_ling.status import choose
 
 # This module is imported only where a Ling model is served, so other models never see the replaced layers.
 install_cpu_layers()
@@ -32,8 +35,15 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
     }
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=with_ling_quantization(vllm_config), prefix=prefix)
+        vllm_config = with_ling_quantization(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         register_target_head(self.lm_head)
+        if current_platform.is_cuda():
+            from vllm_ling.models.moe_block import install_moe_blocks
+
+            install_moe_blocks(self, vllm_config)
+        if parse_options(vllm_config.additional_config).linear == "ling" and not current_platform.is_cuda():
+            choose("linear decode", "stock", "ling.linear=ling needs an NVIDIA GPU")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads every tensor of the checkpoint but the MTP layer's.
