@@ -21,12 +21,19 @@ from vllm_ling.errors import LingError
 def serve(argv: Sequence[str]) -> None:
     """Runs the server until it is stopped; `argv` is what follows `vllm-ling serve`.
 
+    `--strict`, which vLLM does not see, makes a failed check of doctor's static part stop the start.
+
     Raises:
         LingError: naming the option, file or tensor that cannot work, before weights are loaded.
     """
     # What vLLM's own command does first: `fork` would carry accelerator state into the workers.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    strict, argv = "--strict" in argv, [word for word in argv if word != "--strict"]
     preflight(_plain_look(argv))
+    if argv and not {"-h", "--help"}.intersection(word.partition("=")[0] for word in argv):
+        from vllm_ling.doctor.before_serving import look
+
+        look(argv, strict)
     from pydantic import ValidationError
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args

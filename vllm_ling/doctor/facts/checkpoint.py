@@ -29,7 +29,8 @@ def read_checkpoint(facts: Facts, model: str) -> None:
         facts.lacks("checkpoint.", str(error))
         return
     facts.put("_checkpoint.config", config, "config.json")
-    ours = ARCHITECTURE in (config.get("architectures") or [])
+    architectures = config.get("architectures")
+    ours = isinstance(architectures, list) and ARCHITECTURE in architectures
     facts.put("checkpoint.is_ling", ours, "config.json architectures")
     _tokenizer(facts, folder)
     if not ours:

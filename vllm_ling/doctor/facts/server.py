@@ -30,7 +30,7 @@ def fetch(url: str, max_bytes: int = MAX_BYTES, deadline_s: float = DEADLINE_S) 
     import httpx
 
     until = time.monotonic() + deadline_s
-    body = b""
+    body = bytearray()
     try:
         with (
             httpx.Client(trust_env=False, follow_redirects=False, timeout=deadline_s) as client,
@@ -41,7 +41,7 @@ def fetch(url: str, max_bytes: int = MAX_BYTES, deadline_s: float = DEADLINE_S) 
                 raise ServerUnreadable(f"{url}: redirects to {target!r}, which is not followed")
             if response.status_code != 200:
                 raise ServerUnreadable(f"{url}: HTTP {response.status_code}")
-            for chunk in response.iter_raw(1 << 16):
+            for chunk in response.iter_raw():
                 body += chunk
                 if len(body) > max_bytes:
                     raise ServerUnreadable(f"{url}: more than {max_bytes >> 20} MB")

@@ -98,7 +98,11 @@ def put_settings(facts: Facts, given: Mapping[str, Any], origin: str) -> None:
     speculative = given.get("speculative_config")
     if isinstance(speculative, Mapping):
         facts.put("serve.method", str(speculative.get("method", "mtp")), origin)
-        facts.put("serve.k", int(speculative.get("num_speculative_tokens") or 1), origin)
+        k = speculative.get("num_speculative_tokens") or 1
+        if isinstance(k, int):
+            facts.put("serve.k", k, origin)
+        else:
+            facts.lacks("serve.k", f"{origin}: num_speculative_tokens is {k!r}")
         facts.put("serve.draft_head_quantization", speculative.get("draft_lm_head_quantization"), origin)
     else:
         facts.put("serve.method", None, origin)
