@@ -121,6 +121,21 @@ def roofline(
     run(model, format, head, k, acceptance, accept_length, context, machine or [], measure, results, as_json)
 
 
+@app.command()
+def tune(
+    model: Annotated[
+        str, typer.Argument(help="flash, tiny-ling, a folder or a cached model name.")
+    ] = "flash",
+    gpu: Annotated[
+        str | None, typer.Option(help="h100, h200, gb10, rtx-pro-6000; default the GPU at hand.")
+    ] = None,
+) -> None:
+    """Build the GPU kernels of a model ahead of its first start."""
+    from vllm_ling.quant.tune import run
+
+    raise typer.Exit(run(model, gpu))
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this GPU with random weights.")
 app.add_typer(bench, name="bench")
 
