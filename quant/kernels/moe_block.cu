@@ -14,6 +14,8 @@
 #include "moe_shape.cuh"
 #include "moe_route.cuh"
 #include "moe_shared.cuh"
+#include "moe_stage.cuh"
+#include "moe_work.cuh"
 
 // 64 rows x 32 k: two 16-byte words of codes, 8 scale bytes (row g + 8 i of the 64 has byte i), B fragments of both 16-k halves.
 __device__ __forceinline__ void step_e2m1(float acc[4][4], const uint4 &code0, const uint4 &code1, const uint2 &scale, const uint4 &b) {
@@ -35,107 +37,6 @@ __device__ __forceinline__ void step_e2m1(float acc[4][4], const uint4 &code0, c
   }
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  float s = gate / (1.f + __expf(-gate));
-  if (limit > 0.f) {
-    s = fminf(s, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-  }
-  return s * up;
-}
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  return (uint32_t)to_bf16(low).bits | (uint32_t)to_bf16(high).bits << 16;
-}
-__device__ __forceinline__ void add(float4 &sum, const float4 &v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
-
-__device__ __forceinline__ float low_of(uint32_t bf16x2) { return __uint_as_float(bf16x2 << 16); }
-__device__ __forceinline__ float high_of(uint32_t bf16x2) { return __uint_as_float(bf16x2 & 0xFFFF0000u); }
-
-// x as FP8 needs it (0, 2, 1, 3 within each four), and its largest magnitude. s.x_max starts at zero.
-__device__ __forceinline__ void stage_x8(Shared &s, const bf16_t *x, int tokens) {
-  constexpr int ROUNDS = ceil_div(TOKENS * (HIDDEN / 4), THREADS);
-  uint2 v[ROUNDS];
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    int i = threadIdx.x + r * THREADS;
-    v[r] = i < tokens * (HIDDEN / 4) ? *((const uint2 *)x + i) : make_uint2(0u, 0u);
-  }
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    int i = threadIdx.x + r * THREADS, token = i / (HIDDEN / 4);
-    if (i >= tokens * (HIDDEN / 4)) break;  // whole warps, as a row is
-    *(uint2 *)(s.x8 + token * X8_STRIDE + i % (HIDDEN / 4) * 4) =
-        make_uint2(__byte_perm(v[r].x, v[r].y, 0x5410), __byte_perm(v[r].x, v[r].y, 0x7632));
-    uint32_t most = max(max(v[r].x & 0x7FFFu, v[r].x >> 16 & 0x7FFFu), max(v[r].y & 0x7FFFu, v[r].y >> 16 & 0x7FFFu));
-    most = __reduce_max_sync(~0u, most);
-    if ((threadIdx.x & 31) == 0) atomicMax(&s.x_max[token], most);
-  }
-}
-
-// From that, x in fragment order: of 32 values, number 8 j + 2 t + i goes to 8 t + 2 j + i, so that lane t reads its 8 values
-// as one word.
-__device__ __forceinline__ void stage_x(Shared &s, int tokens) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < tokens * (HIDDEN / 4); i += THREADS) {
-    int token = i / (HIDDEN / 4), k = i % (HIDDEN / 4) * 4, m = k % 32 / 4;
-    float f = to_half_range(s.x_max[token] >> 7);
-    uint2 v = *(const uint2 *)(s.x8 + token * X8_STRIDE + k);
-    unsigned short *at = s.x + token * X_STRIDE + k / 32 * 32 + (m & 1) * 16 + m / 2 * 2;
-    *(uint32_t *)at = pack_f16(f * low_of(v.x), f * low_of(v.y));
-    *(uint32_t *)(at + 8) = pack_f16(f * high_of(v.x), f * high_of(v.y));
-  }
-}
-
-// The steps of this CTA: gate_up steps [up, up_end) of experts x UP_UNITS x UP_STEPS, down steps [down, down_end) of
-// DOWN_UNITS x experts x BLOCKS.
-struct Work {
-  Divisor up_quota, down_quota, row;  // steps per CTA in gate_up and down; down steps of a unit
-  int up, up_end, down, down_end, pairs;
-  __device__ __forceinline__ Work(const Schedule &s, const Divisor divisors[3])
-      : up_quota(divisors[0]), down_quota(divisors[1]), row(divisors[2]) {
-    int all = s.unique * UP_UNITS * UP_STEPS;
-    up = min((int)(blockIdx.x * up_quota.d), all), up_end = min(up + (int)up_quota.d, all);
-    all = DOWN_UNITS * s.unique * BLOCKS;
-    down = min((int)(blockIdx.x * down_quota.d), all), down_end = min(down + (int)down_quota.d, all);
-    pairs = s.before[s.unique] * BLOCKS;
-  }
-};
-
-// A warp's weights: its gate_up pieces, then its down pieces, STAGES of them on their way at any time.
-struct Stream {
-  const uint8_t *w13, *s13, *w2, *s2;
-  int step, slot;  // the next to ask for
-  bool down;
-
-  __device__ __forceinline__ void fetch(Shared &s, const Work &work) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    uint8_t *at = (uint8_t *)s.ring[warp][slot] + lane * 16;
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-    if (!down && step >= work.up_end) down = true, step = work.down + warp / DOWN_GROUP;
-    if (!down) {
-      int unit = step / UP_STEPS, k = step % UP_STEPS, block = unit % UP_UNITS * UP_GROUP + warp % UP_GROUP;
-      long long expert = s.schedule.expert[unit / UP_UNITS];
-      const uint8_t *codes = w13 + expert * (HIDDEN * INTER) + (k * 4 * BLOCKS + block) * 512 + lane * 16;
-#pragma unroll
-      for (int i = 0; i < 4; i++)  // gate of both 16-k halves, up of both
-        copy_async(at + i * 512, codes + ((i & 1) * (2 * BLOCKS) + (i >> 1) * BLOCKS) * 512);
-      if (lane < 8)
-        copy_async(at + 2048, s13 + expert * (HIDDEN * INTER / 16) + (k * 2 * BLOCKS + block) * 64 + (lane >> 2) * (BLOCKS * 64) + (lane & 3) * 16);
-      step += UP_LANES;
-    } else if (step < work.down_end) {
-      int unit = work.row.of(step), rest = step - unit * work.row.d, k = rest % BLOCKS, rows = unit * DOWN_GROUP + warp % DOWN_GROUP;
-      long long expert = s.schedule.expert[rest / BLOCKS];
-      const uint8_t *codes = w2 + expert * (HIDDEN * INTER / 2) + (k * 4 * OUT_BLOCKS + rows) * 512 + lane * 16;
-#pragma unroll
-      for (int i = 0; i < 4; i++) copy_async(at + i * 512, codes + i * OUT_BLOCKS * 512);
-      if (lane < 8)
-        copy_async(at + 2048, s2 + expert * (HIDDEN * INTER / 32) + (k * 2 * OUT_BLOCKS + rows) * 64 + (lane >> 2) * (OUT_BLOCKS * 64) + (lane & 3) * 16);
-      step += DOWN_LANES;
-    }
-    commit_copies();
-  }
-};
-
 // Stores a warp's sums of 64 rows: sums[warp][token][base + row].
 __device__ __forceinline__ void store_sums(float *sums, const float acc[4][4], int base) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -154,87 +55,6 @@ __device__ __forceinline__ float sum_of_warps(const float *sums, int block, int 
 #pragma unroll
   for (int i = 0; i < WARPS / GROUP; i++) sum += sums[((i * GROUP + block) * TOKENS + token) * SUM_STRIDE + row];
   return sum;
-}
-
-// (expert, token) pairs of all down steps before step p; where the activations of a step lie follows from it.
-__device__ __forceinline__ int pairs_before(const Schedule &s, const Work &work, int p) {
-  int unit = work.row.of(p), rest = p - unit * work.row.d, u = min(rest / BLOCKS, MAX_UNIQUE - 1);
-  return unit * work.pairs + s.before[u] * BLOCKS + rest % BLOCKS * __popc(s.tokens[u]);
-}
-
-// Activations of down steps [begin, end): SwiGLU of the gate_up parts times the routing weight, in fragment order.
-__device__ __forceinline__ void stage_routed(Shared &s, const Scratch *scratch, const Work &work, int begin, int end, int first_pair,
-                                             float limit) {
-  // 16 lanes a step with one quad of rows each, or with many tokens 8 lanes with two.
-  constexpr int QUADS = TOKENS > 4 ? 2 : 1, LANES = 16 / QUADS, AT_ONCE = UP_PARTS < 4 ? UP_PARTS : 4;
-  int lane = threadIdx.x & 31, j = lane % LANES;
-  uint32_t lanes = ((1u << LANES) - 1) << (lane & ~(LANES - 1));
-#pragma unroll 1
-  for (int step = begin + threadIdx.x / LANES; step < end; step += THREADS / LANES) {
-    int index = step - work.row.of(step) * work.row.d, u = index / BLOCKS, unit = u * UP_UNITS + index % BLOCKS / UP_GROUP;
-    uint32_t mask = s.schedule.tokens[u];
-    int pair = pairs_before(s.schedule, work, step) - first_pair;
-    int count = work.up_quota.of(unit * UP_STEPS + UP_STEPS - 1) - work.up_quota.of(unit * UP_STEPS) + 1;
-#pragma unroll 1
-    for (; mask; mask &= mask - 1, pair++) {
-      int token = __ffs(mask) - 1;
-      float4 gate[QUADS] = {}, up[QUADS] = {};
-#pragma unroll 1
-      for (int first = 0; first < count; first += AT_ONCE) {
-        float4 g[AT_ONCE][QUADS], p[AT_ONCE][QUADS];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const float4 *part = (const float4 *)scratch->up[index][min(first + i, UP_PARTS - 1)][token] + j * QUADS;
-#pragma unroll
-          for (int q = 0; q < QUADS; q++) {
-            g[i][q] = first + i < count ? load_fresh(part + q) : make_float4(0.f, 0.f, 0.f, 0.f);
-            p[i][q] = first + i < count ? load_fresh(part + 16 + q) : make_float4(0.f, 0.f, 0.f, 0.f);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-          for (int q = 0; q < QUADS; q++) add(gate[q], g[i][q]), add(up[q], p[i][q]);
-      }
-      float w = s.schedule.weight[u][token], v[4 * QUADS], most = 0.f;
-#pragma unroll
-      for (int q = 0; q < QUADS; q++) {
-        v[q * 4] = w * swiglu(gate[q].x, up[q].x, limit), v[q * 4 + 1] = w * swiglu(gate[q].y, up[q].y, limit);
-        v[q * 4 + 2] = w * swiglu(gate[q].z, up[q].z, limit), v[q * 4 + 3] = w * swiglu(gate[q].w, up[q].w, limit);
-      }
-#pragma unroll
-      for (int i = 0; i < 4 * QUADS; i++) most = fmaxf(most, fabsf(v[i]));
-      uint32_t e = __reduce_max_sync(lanes, __float_as_uint(most)) >> 23;
-      float f = to_half_range(e);
-      if (j == 0) s.act.scale[pair] = from_half_range(e);
-      int row = j * 4 * QUADS;  // rows 8 n + 2 t + i go to 8 t + 2 n + i of each 32
-      unsigned short *at = s.act.routed[pair] + row / 32 * 32 + row % 32 / 8 * 2 + row % 8 / 2 * 8;
-#pragma unroll
-      for (int t = 0; t < 2 * QUADS; t++) *(uint32_t *)(at + t * 8) = pack_f16(f * v[2 * t], f * v[2 * t + 1]);
-    }
-  }
-}
-
-// SwiGLU of the shared expert, four values a lane, by one warp of each CTA, once all its parts are there.
-__device__ __forceinline__ void activate_shared(Scratch *scratch, int tokens, float limit) {
-  const uint32_t *counter = scratch->barrier[1];
-  while (load_acquire(counter) < GRID) {}
-  __syncwarp();
-#pragma unroll 1
-  for (int i = (threadIdx.x & 31) * GRID + blockIdx.x; i < tokens * (SHARED_INTER / 4); i += 32 * GRID) {
-    int token = i / (SHARED_INTER / 4), row = i % (SHARED_INTER / 4) * 4;
-    float4 gate = shared_sum<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(scratch->shared_up, row, token);
-    float4 up = shared_sum<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(scratch->shared_up, SHARED_INTER + row, token);
-    uint32_t low = pack_bf16(swiglu(gate.x, up.x, limit), swiglu(gate.z, up.z, limit));
-    uint32_t high = pack_bf16(swiglu(gate.y, up.y, limit), swiglu(gate.w, up.w, limit));
-    scratch->shared_act[token][row / 4] = make_uint2(low, high);
-  }
-}
-__device__ __forceinline__ void stage_shared(Shared &s, const Scratch *scratch, int tokens) {
-  constexpr int WORDS = SHARED_INTER / 8;
-#pragma unroll 1
-  for (int i = THREADS - 1 - threadIdx.x; i < tokens * WORDS; i += THREADS)  // the last threads: stage_routed uses the first
-    *(uint4 *)(s.act.shared + i / WORDS * SHARED_ACT_STRIDE + i % WORDS * 8) = load_fresh((const uint4 *)scratch->shared_act + i);
 }
 
 // How much of [begin, end) belongs to a unit that owns `size` consecutive numbers.
