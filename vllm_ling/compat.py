@@ -34,6 +34,12 @@ WORKAROUNDS = (
         upstream="no registry for per-model config hooks (vllm/model_executor/models/config.py)",
         remove_when="vLLM offers a registration function for VerifyAndUpdateConfig classes",
     ),
+    Workaround(
+        what="with ling.moe=ling, BailingMoeV3MoE blocks of a loaded Ling model become LingMoE (models/moe_block.py)",
+        why="router, experts and shared expert run in one launch, and vLLM's backend seams start below the router",
+        upstream="fused-MoE backends get top-k ids; the model builds its blocks by class name",
+        remove_when="a MoE runner class can be chosen per model and is given the router's weights",
+    ),
 )
 
 
