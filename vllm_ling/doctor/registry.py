@@ -21,7 +21,7 @@ class Check:
     run: CheckFunction
 
 
-CHECKS: dict[str, Check] = {}
+_checks: dict[str, Check] = {}
 
 
 def check(*sources: Source) -> Callable[[CheckFunction], CheckFunction]:
@@ -29,18 +29,23 @@ def check(*sources: Source) -> Callable[[CheckFunction], CheckFunction]:
 
     def register(function: CheckFunction) -> CheckFunction:
         name = function.__name__
-        CHECKS[name] = Check(name, frozenset(sources), (function.__doc__ or "").strip(), function)
+        _checks[name] = Check(name, frozenset(sources), (function.__doc__ or "").strip(), function)
         return function
 
     return register
 
 
-def run_checks(facts: Facts) -> tuple[list[Finding], list[str]]:
-    """Findings of every check that a present source can serve, and the names of the others."""
+def all_checks() -> dict[str, Check]:
+    """Every check by name, in the order in which they are shown."""
     import vllm_ling.doctor.checks  # noqa: F401  (registers them)
 
+    return _checks
+
+
+def run_checks(facts: Facts) -> tuple[list[Finding], list[str]]:
+    """Findings of every check that a present source can serve, and the names of the others."""
     findings, idle = [], []
-    for entry in CHECKS.values():
+    for entry in all_checks().values():
         if not entry.sources & facts.sources:
             idle.append(entry.name)
             continue

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exported series: records of several processes, rolling acceptance, and nothing for other models."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+
+from vllm_ling import status
+from vllm_ling.metrics.acceptance import AcceptanceWindow
+from vllm_ling.metrics.collector import LingCollector, read_records
+from vllm_ling.metrics.names import INFO_FACTS
+
+
+@pytest.fixture
+def own_status(monkeypatch: pytest.MonkeyPatch) -> status.Status:
+    """A fresh record, so that the tests leave none behind."""
+    fresh = status.Status()
+    monkeypatch.setattr(status, "STATUS", fresh)
+    monkeypatch.setattr("vllm_ling.metrics.collector.STATUS", fresh)
+    return fresh
+
+
+def test_a_child_process_keeps_its_record_in_the_folder(
+    tmp_path: Path, own_status: status.Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(status.SHARED_FOLDER, str(tmp_path))
+    status.choose("lm_head", "fp8_online", "auto")
+    status.proof("head_probe", "fine")
+    status.fault("draft_head_nan", "NaN")
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"{os.getpid()}.json"
+    record = json.loads(path.read_text())["record"]
+    assert record["choices"]["lm_head"]["reason"] == "auto"
+    assert list(record["faults"]) == ["draft_head_nan"]
+
+
+def test_without_a_folder_or_with_one_that_is_gone_nothing_happens(
+    tmp_path: Path, own_status: status.Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(status.SHARED_FOLDER, raising=False)
+    status.choose("a", "b", "c")
+    monkeypatch.setenv(status.SHARED_FOLDER, str(tmp_path / "gone"))
+    status.choose("d", "e", "f")
+    assert status.shared_folder() == tmp_path / "gone"
+
+
+def test_damaged_records_are_skipped(tmp_path: Path, own_status: status.Status) -> None:
+    for name, text in (
+        ("1", "{"),
+        ("2", "[]"),
+        ("3", '{"process": "x"}'),
+        ("4", '{"process": "W", "record": {}}'),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+    assert set(read_records(tmp_path)) == {"APIServer", "W"}
+    assert set(read_records(None)) == {"APIServer"}
+
+
+def test_reasons_with_quotes_and_newlines_stay_one_line(tmp_path: Path, own_status: status.Status) -> None:
+    own_status.faults["x"] = 'a "quoted"\n\x1b[31mtext'
+    registry = CollectorRegistry()
+    registry.register(LingCollector(None, dict.fromkeys(INFO_FACTS, "x"), None))
+    page = generate_latest(registry).decode()
+    assert 'message="a \\"quoted\\" ?[31mtext"' in page
+    assert "ling:faults 1.0" in page
+
+
+def test_acceptance_forgets() -> None:
+    now = [0.0]
+    window = AcceptanceWindow(60, lambda: now[0])
+    assert window.accept_length() is None
+    window.add(10, 30)
+    now[0] = 0.5
+    window.add(10, 10)
+    assert window.accept_length() == 3.0
+    now[0] = 59.0
+    window.add(10, 0)
+    assert window.accept_length() == pytest.approx(1 + 40 / 30)
+    now[0] = 61.0
+    assert window.accept_length() == 1.0
+    now[0] = 200.0
+    assert window.accept_length() is None
+
+
+def config(architecture: str) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            architectures=[architecture], model="m", quantization="ling", enforce_eager=False
+        ),
+        device_config=SimpleNamespace(device_type="cuda"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=[1, 2]
+        ),
+        kernel_config=SimpleNamespace(moe_backend="auto"),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3, method="mtp"),
+        additional_config={},
+    )
+
+
+def page() -> str:
+    return generate_latest(REGISTRY).decode()
+
+
+def test_the_stat_logger_serves_ling_models_only(own_status: status.Status) -> None:
+    from vllm_ling.metrics.stat_logger import LingStatLogger
+
+    other = LingStatLogger(config("LlamaForCausalLM"))
+    other.record(None, None)
+    other.record_sleep_state(0, 2)
+    assert "ling:config" not in page()
+    broken = LingStatLogger(SimpleNamespace(model_config=None))
+    broken.log_engine_initialized()
+    logger = LingStatLogger(config("BailingMoeV3ForCausalLM"))
+    again = LingStatLogger(config("BailingMoeV3ForCausalLM"))  # a second engine replaces the first
+    try:
+        again.record(
+            SimpleNamespace(spec_decoding_stats=SimpleNamespace(num_drafts=2, num_accepted_tokens=3)), None
+        )
+        again.record(SimpleNamespace(spec_decoding_stats=None), None)
+        again.record_sleep_state(0, 2)
+        again.record_sleep_state(1, 0)
+        assert "ling:accept_length 2.5" in page()
+        assert "ling:level_2_sleeps_total 1.0" in page()
+        assert 'cudagraph_mode="FULL"' in page()
+    finally:
+        REGISTRY.unregister(again._collector)
+    assert logger._collector is not again._collector
