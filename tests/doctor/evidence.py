@@ -52,6 +52,8 @@ GPU_INFO = {
     "inject_fault": "none",
     "on_fault": "fail",
     "lm_head": "auto",
+    "moe": "humming",
+    "linear": "stock",
 }
 GPU_RECORD: dict[str, Any] = {
     "state": "active",

@@ -87,6 +87,19 @@ def test_acceptance_forgets() -> None:
     assert window.accept_length() is None
 
 
+def test_several_api_servers_share_the_record_as_gauges(own_status: status.Status) -> None:
+    from vllm_ling.metrics.stat_logger import freeze
+
+    own_status.state = "active"
+    own_status.faults["x"] = "y"
+    registry = CollectorRegistry()
+    freeze(LingCollector(None, dict.fromkeys(INFO_FACTS, "x"), None), registry)
+    page = generate_latest(registry).decode()
+    assert 'ling:fault{code="x",message="y",process="APIServer"} 1.0' in page
+    assert 'state="active"' in page
+    assert "ling:faults 1.0" in page
+
+
 def config(architecture: str) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(

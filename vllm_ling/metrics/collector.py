@@ -17,6 +17,7 @@ from vllm_ling import __version__
 from vllm_ling.doctor.text import clean
 from vllm_ling.metrics import names
 from vllm_ling.metrics.acceptance import AcceptanceWindow
+from vllm_ling.options import parse_options
 from vllm_ling.status import STATUS
 
 _MAX_RECORD = 1 << 20
@@ -40,7 +41,6 @@ def read_records(folder: Path | None) -> dict[str, dict[str, Any]]:
 def config_labels(vllm_config: Any) -> dict[str, str]:
     """What doctor needs of the resolved configuration, as labels; an attribute that this vLLM lacks is left out."""
     speculative = vllm_config.speculative_config
-    ling = (vllm_config.additional_config or {}).get("ling", {})
     paths: dict[str, tuple[Any, str]] = {
         "model": (vllm_config.model_config, "model"),
         "device": (vllm_config.device_config, "device_type"),
@@ -66,10 +66,9 @@ def config_labels(vllm_config: Any) -> dict[str, str]:
         labels["runner"] = "v2" if runner else "v1"
     labels["k"] = str(speculative.num_speculative_tokens) if speculative else "0"
     labels["method"] = str(speculative.method) if speculative else "None"
-    for option in ("inject_fault", "on_fault", "lm_head"):
-        labels[option] = str(
-            ling.get(option, {"inject_fault": "none", "on_fault": "fail", "lm_head": "auto"}[option])
-        )
+    options = parse_options(vllm_config.additional_config)
+    for option in ("inject_fault", "on_fault", "lm_head", "moe", "linear"):
+        labels[option] = str(getattr(options, option))
     return labels
 
 

@@ -36,4 +36,6 @@ INFO_FACTS = {
     "inject_fault": "serve.inject_fault",
     "on_fault": "serve.on_fault",
     "lm_head": "serve.lm_head_option",
+    "moe": "serve.moe_option",
+    "linear": "serve.linear_option",
 }

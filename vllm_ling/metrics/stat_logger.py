@@ -5,6 +5,7 @@ vLLM builds one per engine in every API server. It must never raise, and for oth
 effect is vLLM's own: with any such plugin installed, `--disable-log-stats` silences the log but keeps the counters.)
 """
 
+import os
 from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -56,5 +57,27 @@ def _register(vllm_config: Any) -> Any:
             REGISTRY.unregister(known)
     window = AcceptanceWindow() if vllm_config.speculative_config is not None else None
     collector = LingCollector(shared_folder(), config_labels(vllm_config), window)
-    REGISTRY.register(collector)
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        freeze(collector, REGISTRY)
+    else:
+        REGISTRY.register(collector)
     return collector
+
+
+def freeze(collector: Any, registry: Any) -> None:
+    """Several API servers share their metrics through files, which hold plain gauges only: the record as it is now.
+
+    The model is loaded by the time vLLM builds stat loggers, so choices and proofs are complete; the rolling accept
+    length is left to vLLM's own counters.
+    """
+    from prometheus_client import Gauge
+
+    for family in collector.collect():
+        if family.type != "gauge" or not family.samples:
+            continue
+        labels = list(family.samples[0].labels)
+        gauge = Gauge(
+            family.name, family.documentation, labels, registry=registry, multiprocess_mode="mostrecent"
+        )
+        for sample in family.samples:
+            (gauge.labels(**sample.labels) if labels else gauge).set(sample.value)

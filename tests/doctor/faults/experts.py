@@ -1,10 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injected faults: kernels of experts and projections."""
 
-from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, but, lines
+from typing import Any
+
+from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, but, lines, live
 from tests.doctor.faults.common import Fault, record
 
+
+def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
+    """The record's choices with one more."""
+    return {**GPU_RECORD["choices"], what: {"what": what, "choice": choice, "reason": reason}}
+
+
+OWN = live(
+    LIVE, info={"moe": "ling"}, record={**GPU_RECORD, "choices": own_kernel("moe decode", "ling", "agrees")}
+)
+
 EXPERTS = [
+    Fault(
+        "decode kernel not honoured",
+        "decode_kernels",
+        "fail",
+        "compiler missing",
+        live(OWN, record={**GPU_RECORD, "choices": own_kernel("moe decode", "stock", "compiler missing")}),
+        OWN,
+        live(OWN, record=GPU_RECORD),
+    ),
+    Fault(
+        "decode kernels of the projections not honoured, by log",
+        "decode_kernels",
+        "fail",
+        "scales are not",
+        lines(
+            LOG,
+            (
+                r"'speculative_config'",
+                "'additional_config': {'ling': {'linear': 'ling'}}, 'speculative_config'",
+            ),
+            (
+                r"vllm-ling: lm_head = .*",
+                "vllm-ling: linear 4096 x 2560 = stock (its scales are not 128 x 128)",
+            ),
+        ),
+    ),
     Fault(
         "emulation",
         "moe_backend",

@@ -130,12 +130,16 @@ def concurrency(facts: Facts) -> Verdict:
     running = int(facts["recent.running"])
     if running <= 1:
         return ok(f"{running} requests run together")
-    length = facts.get("recent.accept_length") or PUBLISHED_LENGTH.get(k, 2.0)
+    measured = facts.get("recent.accept_length")
+    length = measured or PUBLISHED_LENGTH.get(k, 2.0)
     gain = costs.batched_gain(facts, k, length, running)
     if gain is None:
         facts["checkpoint.format"]
         return unknown("the byte model knows no MTP layer in this checkpoint")
-    said = f"{running} requests run together; k = {k} at accept length {length:.2f}: {gain:.2f} times as fast, by bytes"
+    known = f"accept length {length:.2f}" + ("" if measured else " (published, not measured here)")
+    loses = next((n for n in range(2, 65) if (costs.batched_gain(facts, k, length, n) or 1) < 1), None)
+    said = f"{running} requests run together; k = {k} at {known}: {gain:.2f} times as fast, by bytes"
+    said += f"; loses from {loses} requests on" if loses else ""
     if gain < 1 or running >= 16:
         return warn(
             said,

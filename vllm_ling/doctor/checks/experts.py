@@ -6,6 +6,7 @@ from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
+_DECODE = "moe decode"  # the plugin's own kernel for few tokens, beside the backend
 _SLOW = {"EMULATION": "dequantizes the experts at every call"}
 _8_BIT_ACTIVATIONS = ("MXFP8", "_FP8", "MXFP4_MXFP4")
 _ALIASES = {
@@ -29,7 +30,11 @@ def device(facts: Facts) -> str:
 
 def _backends(facts: Facts) -> list[str]:
     """Names of the backends that run the experts, from vLLM's log or the plugin's own record."""
-    ours = [c for what, (c, _) in facts.get("record.choices", {}).items() if what.startswith("moe ")]
+    ours = [
+        c
+        for what, (c, _) in facts.get("record.choices", {}).items()
+        if what.startswith("moe ") and what != _DECODE
+    ]
     own = sorted({choice for choice in ours if choice != "stock"})
     if "log.moe_backend" in facts:
         return [str(name) for name in facts["log.moe_backend"]]
@@ -94,6 +99,46 @@ def _humming(capability: int) -> str:
     if capability == 90:
         return "5.90-6.00 ms per token on Marlin against 5.56-6.07 on Humming, measured on an H200"
     return "published for a GB10: 27.71 ms per token became 25.35 with Humming (from FlashInfer)"
+
+
+@check("log", "live")
+def decode_kernels(facts: Facts) -> Verdict:
+    """The plugin's own decode kernels run where they were asked for (ling.moe=ling, ling.linear=ling).
+
+    They are built and compared with vLLM's path at load. One that cannot be built, or that disagrees, leaves the work
+    to vLLM: the server runs as before, without the speed that was meant.
+    """
+    given = facts.get("serve.ling", {})
+    asked = {
+        name
+        for name, option in (
+            ("moe", facts.get("serve.moe_option")),
+            ("linear", facts.get("serve.linear_option")),
+        )
+        if "ling" in (option, given.get(name))
+    }
+    if not asked and "serve.ling" not in facts and "serve.moe_option" not in facts:
+        return unknown(f"{facts['serve.ling']}")
+    if not asked:
+        return ok("no decode kernel was asked for")
+    if device(facts) == "cpu":
+        return ok("decode kernels are for GPUs; on a CPU ling means torch")
+    own = {
+        what: verdict
+        for what, verdict in facts["record.choices"].items()
+        if what in (_DECODE, "lm_head decode kernel") or what.startswith("linear ")
+    }
+    for what, (choice, reason) in own.items():
+        if choice in ("stock", "none"):
+            return fail(
+                f"{what} = {choice}: {reason}",
+                "mend what the reason names (vllm-ling tune builds kernels ahead), or leave the option out",
+            )
+    if "moe" in asked and _DECODE not in own:
+        return unknown("ling.moe=ling was asked for, but the plugin recorded no decision about it")
+    if "linear" in asked and not any(what.startswith("linear ") for what in own):
+        return unknown("ling.linear=ling was asked for, but the plugin recorded no decision about it")
+    return ok(f"on the plugin's own kernels: {', '.join(sorted(own))}")
 
 
 @check("log", "live")

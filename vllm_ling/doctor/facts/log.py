@@ -99,6 +99,8 @@ class _Reading:
         for name, phrase in PHRASES.items():
             if phrase.marker in line and (match := phrase.pattern.search(line)):
                 groups = [group or "" for group in match.groups()]
+                if name == "plugin_failed" and name not in self.once:
+                    self.every.pop("plugin_error", None)  # the cause stands in the traceback below
                 self.once.setdefault(name, groups)
                 kept = self.every.setdefault(name, [])
                 kept.append(groups)
