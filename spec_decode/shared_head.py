@@ -20,6 +20,7 @@ from vllm_ling.status import fault, proof
 
 _target_heads: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _PROBE_ROWS = 8
+_CHECKED_ROWS = 8192  # of the weight at a time; as booleans they stay small beside it
 
 
 def register_target_head(head: nn.Module) -> None:
@@ -112,12 +113,39 @@ def find_problem(head: Any, targets: list[Any]) -> tuple[str, str] | None:
         )
         return "draft_head_not_shared", message
     weight = head.weight
-    scaled = hasattr(head, "weight_scale") or hasattr(head, "weight_scale_inv")
-    if weight.dtype == torch.float8_e4m3fn and not scaled:
-        return "draft_head_no_scale", f"{path}.weight is FP8 without a scale"
-    if not torch.isfinite(weight.reshape(-1)[: 1 << 20].float()).all():
-        return "draft_head_nan", f"{path}.weight holds NaN or Inf"
+    row = _first_bad_row(weight)
+    if row is not None:
+        return "draft_head_nan", f"{path}.weight holds NaN or Inf in row {row}"
+    if weight.dtype == torch.float8_e4m3fn:
+        return _scale_problem(head, path)
     return None
+
+
+def _first_bad_row(weight: torch.Tensor) -> int | None:
+    """The first row with a NaN or Inf; one such row wins every argmax, or none."""
+    for begin in range(0, weight.shape[0], _CHECKED_ROWS):
+        part = weight[begin : begin + _CHECKED_ROWS]
+        if part.dtype == torch.float8_e4m3fn:
+            bad = (part.view(torch.uint8) & 0x7F == 0x7F).any(-1)  # E4M3 has no infinity
+        else:
+            bad = ~torch.isfinite(part).all(-1)
+        if bool(bad.any()):
+            return begin + int(bad.nonzero()[0])
+    return None
+
+
+def _scale_problem(head: Any, path: str) -> tuple[str, str] | None:
+    rows, hidden = head.weight.shape
+    for name, size in (("weight_scale", (rows,)), ("weight_scale_inv", (-(-rows // 128), -(-hidden // 128)))):
+        scale = getattr(head, name, None)
+        if scale is None:
+            continue
+        if tuple(scale.shape) != size:
+            return "draft_head_scale_shape", f"{path}.{name} is {tuple(scale.shape)}, expected {size}"
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            return "draft_head_scale", f"{path}.{name} holds values that are not positive numbers"
+        return None
+    return "draft_head_no_scale", f"{path}.weight is FP8 without a scale"
 
 
 def _probe(head: Any, target: Any) -> str:
