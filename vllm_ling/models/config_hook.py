@@ -23,6 +23,7 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.options import parse_options
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
+        from vllm_ling.spec_decode.refusals import DraftFacts, refuse
         from vllm_ling.status import share
 
         share()
@@ -32,6 +33,15 @@ class LingConfigHook(VerifyAndUpdateConfig):
         if folder.is_dir() and vllm_config.load_config.load_format != "dummy":
             validate_checkpoint(folder)
         choose_head(options, head_facts(vllm_config))
+        draft, target = vllm_config.speculative_config, vllm_config.model_config
+        refuse(
+            DraftFacts(
+                method=getattr(draft, "method", None),
+                quantization=getattr(draft, "quantization", None),
+                target_quantization=target.quantization,
+                mtp_layers=getattr(target.hf_config, "num_nextn_predict_layers", 0) or 0,
+            )
+        )
         if current_platform.is_cpu():
             from vllm_ling.cpu.install import install_cpu_layers
             from vllm_ling.cpu.settings import apply_cpu_settings
