@@ -42,8 +42,18 @@ def moe_method(layer: Any, fmt: ExpertFormat, stock: Callable[[], Any]) -> Fused
     # Read by models/moe_block.py: our decode kernel may take over for a few tokens.
     layer.ling_decode = fmt == "mxfp4" and device == "cuda" and options.moe == "ling"
     method = stock() or UnquantizedFusedMoEMethod(layer.moe_config)
+    _record_backend(method)
     if limit is not None:
         from vllm_ling.quant.moe_clamp import clamp_after_silu
 
         clamp_after_silu(method, limit, layer.layer_name)
     return method
+
+
+def _record_backend(method: Any) -> None:
+    """Notes which backend vLLM's method resolved to: its log line is the only other place that says so."""
+    for name in ("mxfp4_backend", "fp8_backend", "wna16_backend", "unquantized_backend"):
+        backend = getattr(method, name, None)
+        if backend is not None:
+            choose("moe backend", str(getattr(backend, "value", backend)), type(method).__name__)
+            return

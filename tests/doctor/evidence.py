@@ -60,7 +60,8 @@ GPU_RECORD: dict[str, Any] = {
     "reason": "",
     "choices": {
         "lm_head": {"what": "lm_head", "choice": "fp8_online", "reason": "auto: halves the bytes"},
-        "moe mxfp4": {"what": "moe mxfp4", "choice": "humming", "reason": "ling.moe=humming"},
+        "moe mxfp4": {"what": "moe mxfp4", "choice": "stock", "reason": "auto: vLLM's own choice"},
+        "moe backend": {"what": "moe backend", "choice": "HUMMING", "reason": "Mxfp4MoEMethod"},
     },
     "proofs": {
         "head_probe": "top-1 agreement 95.7%",

@@ -2,9 +2,9 @@
 """The command: exit codes, forms, what it writes, how long it takes, and what `vllm-ling serve` does with it."""
 
 import json
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,12 +120,14 @@ def test_the_full_size_checkpoint_within_two_seconds(tmp_path: Path) -> None:
     config = dict(PUBLISHED["flash"])
     config["quantization_config"] = quantization_section(LingShape.from_config(config), "fp4")
     folder = write_checkpoint(tmp_path / "flash", config, declared_tensors(config), shards=24)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = doctor(str(folder))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "1 warn" in result.stdout
-    # Processor time: another process on a busy machine does not count.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    best = 9.0
+    for _ in range(3):  # another process may share the core
+        started = time.monotonic()
+        assert "1 warn" in doctor(str(folder)).stdout
+        best = min(best, time.monotonic() - started)
+        if best < 2:
+            break
+    assert best < 2
 
 
 def sound(tmp_path: Path, **changes: object) -> str:

@@ -16,6 +16,15 @@ from tests.doctor.faults.common import (
 
 CHECKPOINT = [
     Fault(
+        "experts in another format",
+        "exclusions_match",
+        "fail",
+        "is stored as BF16",
+        but(STATIC, tensors=store("model.layers.1.mlp.experts.0.up_proj.weight", "BF16")),
+        STATIC,
+        NO_CHECKPOINT,
+    ),
+    Fault(
         "tensor missing",
         "checkpoint_complete",
         "fail",

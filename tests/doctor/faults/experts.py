@@ -18,6 +18,31 @@ OWN = live(
 
 EXPERTS = [
     Fault(
+        "emulation, live",
+        "moe_backend",
+        "fail",
+        "dequantizes",
+        record(choices=own_kernel("moe backend", "EMULATION", "Mxfp4MoEMethod")),
+        LIVE,
+        record(choices={}),
+    ),
+    Fault(
+        "Marlin on a GB10, live",
+        "moe_backend",
+        "warn",
+        "--moe-backend humming",
+        but(
+            live(
+                LIVE,
+                info={"moe_backend": "auto", "moe": "auto"},
+                record={**GPU_RECORD, "choices": own_kernel("moe backend", "MARLIN", "Mxfp4MoEMethod")},
+            ),
+            gpu=GB10,
+        ),
+        but(LIVE, gpu=GB10),
+        record(choices={}),
+    ),
+    Fault(
         "decode kernel not honoured",
         "decode_kernels",
         "fail",

@@ -1,40 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What config.json and the safetensors headers say, without reading a weight."""
 
-from typing import Any
-
-from vllm_ling.checkpoint.tensors import expected_tensors
+from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor import costs
+from vllm_ling.doctor.compare import comparison, mtp_prefixes
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 _AGAIN = "download the checkpoint again, or quantize it again with vllm-ling quantize"
-_HEAD_NAMES = ("lm_head.weight", "lm_head.weight_scale", "lm_head.weight_scale_inv")
+_FLOATS = ("BF16", "F16", "F32")
 
 
-def _headers(facts: Facts) -> dict[str, Any]:
-    if "_checkpoint.headers" not in facts:
-        facts["checkpoint.headers"]  # raises MissingFact with the reason
-    headers: dict[str, Any] = facts["_checkpoint.headers"]
-    return headers
-
-
-def _shape(facts: Facts) -> Any:
+def _shape(facts: Facts) -> LingShape:
     if "_checkpoint.shape" not in facts:
-        facts["checkpoint.format"]
-    return facts["_checkpoint.shape"]
-
-
-def _expected(facts: Facts) -> dict[str, Any]:
-    if "_checkpoint.expected" not in facts:
-        facts.put("_checkpoint.expected", expected_tensors(_shape(facts)), "config.json")
-    expected: dict[str, Any] = facts["_checkpoint.expected"]
-    return expected
-
-
-def _mtp_prefixes(shape: Any) -> tuple[str, ...]:
-    return tuple(f"model.layers.{layer}." for layer in shape.layers[shape.num_hidden_layers :])
+        facts["checkpoint.format"]  # raises MissingFact with the reason
+    shape: LingShape = facts["_checkpoint.shape"]
+    return shape
 
 
 @check("static", "log", "live")
@@ -44,18 +26,15 @@ def checkpoint_complete(facts: Facts) -> Verdict:
         return fail(facts["problem.headers"], _AGAIN)
     if "problem.config" in facts:
         return fail(facts["problem.config"], _AGAIN)
-    headers, expected = _headers(facts), _expected(facts)
-    mtp = _mtp_prefixes(_shape(facts)) or ("\0",)
-    missing = [name for name in expected if name not in headers and not name.startswith(mtp)]
-    if missing:
-        return fail(f"{missing[0]} is missing ({len(missing):,} tensors in all)", _AGAIN)
-    shapes = [n for n, spec in expected.items() if n in headers and headers[n].shape != spec.shape]
-    if shapes:
-        found, wanted = list(headers[shapes[0]].shape), list(expected[shapes[0]].shape)
-        return fail(f"{shapes[0]} has shape {found}, config.json declares {wanted}", _AGAIN)
-    return ok(
-        f"{len(headers):,} tensors, {facts['checkpoint.bytes'] / 1e9:.2f} GB, format {_shape(facts).fmt}"
-    )
+    found = comparison(facts)
+    if found.missing:
+        return fail(f"{found.missing[0]} is missing ({len(found.missing):,} tensors in all)", _AGAIN)
+    if found.wrong_shape:
+        name = found.wrong_shape[0]
+        stored, declared = list(found.headers[name].shape), list(found.expected[name].shape)
+        return fail(f"{name} has shape {stored}, config.json declares {declared}", _AGAIN)
+    size = facts["checkpoint.bytes"] / 1e9
+    return ok(f"{len(found.headers):,} tensors, {size:.2f} GB, format {_shape(facts).fmt}")
 
 
 @check("static", "log", "live")
@@ -64,12 +43,10 @@ def tensors_consumed(facts: Facts) -> Verdict:
 
     Stock vLLM ignores every name that it does not know: a scale of a head that it takes for BF16, a renamed projection.
     """
-    headers, expected = _headers(facts), _expected(facts)
-    left = [name for name in headers if name not in expected and name not in _HEAD_NAMES]
+    left = comparison(facts).left_over
     if left:
         return fail(
-            f"{left[0]} belongs to no module of this config ({len(left):,} such tensors); stock vLLM drops it "
-            "without a word",
+            f"{left[0]} belongs to no module of this config ({len(left):,} such tensors); stock vLLM drops it silently",
             "serve the checkpoint that belongs to this config.json",
         )
     return ok("every tensor has its place")
@@ -79,54 +56,42 @@ def tensors_consumed(facts: Facts) -> Verdict:
 def exclusions_match(facts: Facts) -> Verdict:
     """`modules_to_not_convert` names the modules that are stored unquantized, all of them and nothing else.
 
-    An entry that matches nothing ('.b_proj' for 'b_proj') leaves a BF16 tensor to a layer that expects FP8: vLLM
-    casts the bytes, its block scale stays uninitialized memory, and the server starts without a warning.
+    An entry that matches nothing ('.b_proj' for 'b_proj') leaves a BF16 tensor to a layer that expects FP8: vLLM casts
+    the bytes, its block scale stays uninitialized memory, and the server starts without a warning.
     """
-    headers, expected, shape = _headers(facts), _expected(facts), _shape(facts)
-    cast = [
-        name
-        for name, spec in expected.items()
-        if name in headers and spec.dtypes == ("F8_E4M3",) and headers[name].dtype in ("BF16", "F16", "F32")
-    ]
-    reverse = [
-        name
-        for name, spec in expected.items()
-        if name in headers
-        and name not in _HEAD_NAMES
-        and "F8_E4M3" not in spec.dtypes
-        and headers[name].dtype == "F8_E4M3"
-    ]
-    # Of 512 experts one is enough: 127,000 names take a tenth of a second per entry.
-    modules = {
-        name.rpartition(".")[0]
-        for name in headers
-        if ".mlp.experts." not in name or ".mlp.experts.0." in name
-    }
-    idle = [
-        e
-        for e in shape.excluded
-        if not e.startswith("re:")
-        and shape.fmt in ("fp8", "fp4")
-        and not any(m == e or m.endswith(f".{e}") for m in modules)
-    ]
-    if cast:
-        cause = f"; the entry {idle[0]!r} of modules_to_not_convert matches no module" if idle else ""
-        module = cast[0].removesuffix(".weight")
-        return fail(
-            f"{cast[0]} is {headers[cast[0]].dtype}, but is declared FP8{cause}: its scale would be uninitialized",
-            f"config.json: add '{module.rpartition('.')[2]}' to quantization_config.modules_to_not_convert",
-        )
-    if reverse:
-        return fail(
-            f"{reverse[0]} is FP8, but modules_to_not_convert excludes it: its scale would be dropped",
-            "config.json: take the module out of quantization_config.modules_to_not_convert",
-        )
+    found, idle = comparison(facts), _idle(facts)
+    cause = f"; the entry {idle[0]!r} of modules_to_not_convert matches no module" if idle else ""
+    for name in found.wrong_dtype:
+        stored, declared = found.headers[name].dtype, found.expected[name].dtypes
+        if declared == ("F8_E4M3",) and stored in _FLOATS:
+            module = name.removesuffix(".weight").rpartition(".")[2]
+            return fail(
+                f"{name} is {stored}, but is declared FP8{cause}: its scale would be uninitialized",
+                f"config.json: add '{module}' to quantization_config.modules_to_not_convert",
+            )
+        if stored == "F8_E4M3":
+            return fail(
+                f"{name} is FP8, but modules_to_not_convert excludes it: its scale would be dropped",
+                "config.json: take the module out of quantization_config.modules_to_not_convert",
+            )
+        return fail(f"{name} is stored as {stored}, config.json declares {' or '.join(declared)}", _AGAIN)
     if idle:
         return warn(
             f"the entry {idle[0]!r} of modules_to_not_convert matches no module",
             "correct or remove the entry",
         )
     return ok("declared and stored formats agree")
+
+
+def _idle(facts: Facts) -> list[str]:
+    """Exclusions that match no stored module."""
+    shape = _shape(facts)
+    if shape.fmt not in ("fp8", "fp4"):
+        return []
+    # Of 512 experts one is enough: 127,000 names take a tenth of a second per entry.
+    stored = comparison(facts).headers
+    modules = {n.rpartition(".")[0] for n in stored if ".mlp.experts." not in n or ".mlp.experts.0." in n}
+    return [e for e in shape.excluded if not any(m == e or m.endswith(f".{e}") for m in modules)]
 
 
 @check("static", "log", "live")
@@ -136,7 +101,7 @@ def mtp_layer(facts: Facts) -> Verdict:
     A checkpoint may declare the layer and not hold it (a converter dropped it), or never have had one (Ling-3.0-tiny).
     """
     k, shape = facts.get("serve.k", 0), _shape(facts)
-    layers = _mtp_prefixes(shape)
+    layers = mtp_prefixes(shape)
     if not layers:
         if k:
             return fail(
@@ -144,9 +109,9 @@ def mtp_layer(facts: Facts) -> Verdict:
                 "leave --speculative-config out, or serve a checkpoint with an MTP layer",
             )
         return ok("no MTP layer, and no speculation")
-    names = [name for name in _expected(facts) if name.startswith(layers)]
-    headers = _headers(facts)
-    missing = [name for name in names if name not in headers]
+    found = comparison(facts)
+    names = [name for name in found.expected if name.startswith(layers)]
+    missing = found.missing_mtp
     if not missing:
         if k and facts.get("log.draft_loaded") is False and facts.get("log.runner") == "v1":
             return fail(
@@ -192,7 +157,7 @@ def clamp_lists(facts: Facts) -> Verdict:
 @check("static", "log", "live")
 def router_dtype(facts: Facts) -> Verdict:
     """How the router is stored. vLLM always holds it in FP32, which doubles its bytes; accumulation is FP32 anyway."""
-    headers = _headers(facts)
+    headers = comparison(facts).headers
     gates = {n: i.dtype for n, i in headers.items() if n.endswith(".mlp.gate.weight")}
     if not gates:
         return unknown("the checkpoint holds no router weight")

@@ -6,6 +6,8 @@ from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
+_BACKEND = "moe backend"  # what vLLM's own method resolved to
+_OWN = ("torch", "reference")
 _DECODE = "moe decode"  # the plugin's own kernel for few tokens, beside the backend
 _SLOW = {"EMULATION": "dequantizes the experts at every call"}
 _8_BIT_ACTIVATIONS = ("MXFP8", "_FP8", "MXFP4_MXFP4")
@@ -30,17 +32,20 @@ def device(facts: Facts) -> str:
 
 def _backends(facts: Facts) -> list[str]:
     """Names of the backends that run the experts, from vLLM's log or the plugin's own record."""
-    ours = [
-        c
-        for what, (c, _) in facts.get("record.choices", {}).items()
-        if what.startswith("moe ") and what != _DECODE
-    ]
-    own = sorted({choice for choice in ours if choice != "stock"})
     if "log.moe_backend" in facts:
         return [str(name) for name in facts["log.moe_backend"]]
-    if own:
-        return own
-    return [str(name) for name in facts["log.moe_backend"]]
+    recorded = facts.get("record.choices", {})
+    kinds = [choice for what, (choice, _) in recorded.items() if what.startswith("moe ") and what != _DECODE]
+    own = sorted({choice for choice in kinds if choice in _OWN})
+    if not own and _BACKEND in recorded:
+        return [str(recorded[_BACKEND][0])]
+    return own or [str(name) for name in facts["log.moe_backend"]]
+
+
+def _format(facts: Facts) -> str | None:
+    """Format of the experts as the plugin's record names it ("moe mxfp4", "moe bf16 clamped")."""
+    kinds = [what.split()[1] for what in facts.get("record.choices", {}) if what.startswith("moe ")]
+    return next((kind for kind in kinds if kind not in ("decode", "backend")), None)
 
 
 def _asked(facts: Facts) -> str:
@@ -57,7 +62,7 @@ def moe_backend(facts: Facts) -> Verdict:
     On a GB10 vLLM picks Marlin by itself; Humming must be asked for. Emulation dequantizes at every call, and experts
     that became BF16 read almost four times the bytes.
     """
-    fmt, names = facts.get("log.moe_format"), _backends(facts)
+    fmt, names = facts.get("log.moe_format") or _format(facts), _backends(facts)
     shown, asked = ", ".join(names), _asked(facts)
     if facts.get("checkpoint.format") == "fp4" and fmt == "unquantized":
         return fail(
