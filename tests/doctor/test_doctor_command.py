@@ -15,6 +15,7 @@ from tests.unit.checkpoint_files import declared_tensors, write_checkpoint
 from vllm_ling.checkpoint.quantization import quantization_section
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor import before_serving, run
+from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import all_checks
 from vllm_ling.errors import LingError
@@ -166,3 +167,17 @@ def test_other_models_are_none_of_its_business(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     before_serving.look([str(tmp_path)], strict=True)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("local", "device", "known"), [(True, "cpu", True), (False, "cpu", False), (True, "cuda", False)]
+)
+def test_this_machines_gpus_are_not_taken_for_the_servers(
+    local: bool, device: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "read_gpus", lambda facts: facts.put("gpu.names", [], "test"))
+    facts = Facts()
+    facts.put("server.local", local, "test")
+    facts.put("engine.device", device, "test")
+    run._server_gpus(facts)
+    assert ("gpu.names" in facts) is known

@@ -145,3 +145,12 @@ def test_the_stat_logger_serves_ling_models_only(own_status: status.Status) -> N
     finally:
         REGISTRY.unregister(again._collector)
     assert logger._collector is not again._collector
+
+
+def test_the_backend_of_vllms_method_is_recorded(own_status: status.Status) -> None:
+    from vllm_ling.quant.moe import _record_backend
+
+    _record_backend(SimpleNamespace())
+    assert own_status.choices == {}
+    _record_backend(SimpleNamespace(mxfp4_backend=SimpleNamespace(value="HUMMING")))
+    assert own_status.choices["moe backend"].choice == "HUMMING"

@@ -26,7 +26,7 @@ def look(argv: Sequence[str], strict: bool) -> None:
             flush=True,
         )
         return
-    if not facts.get("checkpoint.is_ling", True):
+    if not facts.get("checkpoint.is_ling", False):  # another model, or one that is not here yet
         return
     bad = [f for outcome in ("fail", "warn") for f in findings if f.outcome == outcome]
     if strict and bad and bad[0].outcome == "fail":

@@ -81,7 +81,7 @@ def examine(
         facts.sources.add("static")
         put_settings(facts, parse_flags(words), "command line")
     read_environment(facts, env)
-    read_gpus(facts)
+    _server_gpus(facts)
     model = facts.get("serve.model")
     collecting = gc.isenabled()
     gc.disable()  # half a million small objects without cycles: looking for some takes a quarter of the time
@@ -95,3 +95,15 @@ def examine(
         if collecting:
             gc.enable()
     return findings, idle, facts
+
+
+def _server_gpus(facts: Facts) -> None:
+    """This machine's GPUs, unless the server evidently runs on another one."""
+    here = Facts()
+    read_gpus(here)
+    if facts.get("server.local") is False:
+        facts.lacks("gpu.", "the server runs on another machine: run doctor there")
+    elif facts.get("engine.device") == "cuda" and here.get("gpu.names") == []:
+        facts.lacks("gpu.", "the server has a GPU and this machine has none: run doctor there")
+    else:
+        read_gpus(facts)

@@ -13,6 +13,14 @@ from tests.doctor.faults.common import (
     words,
 )
 
+COLD = lines(
+    LOG,
+    (
+        r"Directly load the compiled graph\(s\) for compile range.*",
+        "Compiling a graph for compile range (1, 8192) takes 30.0 s",
+    ),
+)
+
 RUNTIME = [
     Fault(
         "eager",
@@ -76,13 +84,9 @@ RUNTIME = [
         "caches",
         "warn",
         "found none in the cache",
-        lines(
-            LOG,
-            (
-                r"Directly load the compiled graph\(s\) for compile range.*",
-                "Compiling a graph for compile range (1, 8192) takes 30.0 s",
-            ),
-        ),
+        but(COLD, log=f"{COLD.log}{COLD.log}"),
+        LOG,
+        COLD,
     ),
     Fault(
         "preempted",

@@ -3,7 +3,7 @@
 
 from vllm_ling.doctor.checks.experts import device
 from vllm_ling.doctor.facts.store import Facts
-from vllm_ling.doctor.finding import Verdict, fail, ok, warn
+from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 _LAUNCHES = "about 1,500 launches a token go through the CPU one by one"
@@ -77,10 +77,15 @@ def caches(facts: Facts) -> Verdict:
         )
     if "log.compiled" in facts:
         compiled, cached = facts["log.compiled"], facts["log.compile_cached"]
+        if compiled and not cached and not facts["log.earlier_cold_starts"]:
+            return unknown(
+                f"this start compiled {compiled} graphs; whether they are kept shows at the next one",
+                "start again and append to the same log",
+            )
         if compiled and not cached:
             return warn(
-                f"this start compiled {compiled} graphs and found none in the cache",
-                "keep VLLM_CACHE_ROOT on a volume that survives restarts; harmless on a first start",
+                f"this start compiled {compiled} graphs and found none in the cache, as an earlier one in this log",
+                "keep VLLM_CACHE_ROOT on a volume that survives restarts",
             )
         return ok(f"{compiled} graphs compiled, {cached} from the cache")
     if "static" not in facts.sources:

@@ -80,13 +80,14 @@ class _Reading:
     """Collects phrases; a new server start forgets the one before."""
 
     def __init__(self) -> None:
-        self.total = self.binary = 0
+        self.total = self.binary = self.cold_starts = 0
+        self.once: dict[str, list[str]] = {}
         self.restart()
 
     def restart(self) -> None:
-        self.once: dict[str, list[str]] = {}
+        self.cold_starts += "compiled" in self.once and "cached" not in self.once
+        self.once = {}
         self.every: dict[str, list[list[str]]] = {}
-        self.failed_at: int | None = None
 
     def add(self, raw: bytes) -> None:
         self.total += 1
@@ -204,6 +205,7 @@ class _Reading:
             facts.put("log.graphs_captured", "graphs_done" in self.once, origin)
             facts.put("log.compiled", len(self.every.get("compiled", [])), origin)
             facts.put("log.compile_cached", len(self.every.get("cached", [])), origin)
+            facts.put("log.earlier_cold_starts", self.cold_starts, origin)
             facts.put("log.runner", "v1" if "runner_v1" in self.once else "v2", origin)
             facts.put("log.draft_loaded", "draft_model" in self.once, origin)
             facts.put(
