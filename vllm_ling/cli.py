@@ -189,7 +189,7 @@ def doctor(
     explain: Annotated[str | None, typer.Option(help="Explain a check.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the sound findings too.")] = False,
 ) -> None:
-    """Find what is slow or wrong in silence: doctor MODEL [serve flags], --url URL, --log FILE."""
+    """Find what is slow or wrong in silence: doctor MODEL (and serve flags), --url URL, --log FILE."""
     from vllm_ling.doctor.run import run
 
     raise typer.Exit(run(ctx.args, url, log, interval, as_json, explain, everything))

@@ -2,6 +2,7 @@
 """Findings as a table on a terminal, as plain lines in a pipe, as JSON."""
 
 import dataclasses
+import inspect
 import json
 import sys
 import textwrap
@@ -68,4 +69,4 @@ def _table(shown: list[Finding]) -> None:
 def print_about(name: str, about: str, sources: frozenset[str]) -> None:
     """A check's explanation."""
     print(f"{name} (evidence from: {', '.join(sorted(sources))})\n")
-    print(textwrap.indent(textwrap.dedent(about), "  "))
+    print(textwrap.indent(inspect.cleandoc(about), "  "))
