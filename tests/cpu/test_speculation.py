@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineR
                     max_tokens=TOKENS,
                     concurrency=concurrency,
                     draft_tokens=drafts,
-                    top_logits=2 if dtype == "bfloat16" else 0,
+                    top_logits=5 if dtype == "bfloat16" else 0,
                 )
             )
     zeros = without_mtp_weights(tmp_path_factory.mktemp("zeros") / "model")
@@ -107,7 +107,8 @@ def test_bf16_differs_at_ties_only(runs: dict[str, EngineRun]) -> None:
         if first is None:
             continue
         ties += 1
-        (_, best), (runner_up, second) = tops[first][:2]
-        assert theirs[first] == runner_up, "the other token is not even the second best"
-        assert best - second <= BF16_STEP * abs(best), f"gap {best - second} at logit {best} is no tie"
+        (_, best), *others = tops[first]  # more than two tokens can tie in BF16
+        assert theirs[first] in dict(others), "the other token is not even among the five best"
+        gap = best - dict(others)[theirs[first]]
+        assert gap <= BF16_STEP * abs(best), f"gap {gap} at logit {best} is no tie"
     print(f"{ties} of {PROMPTS} prompts diverge, each at a tie")
