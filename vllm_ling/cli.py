@@ -195,6 +195,23 @@ def doctor(
     raise typer.Exit(run(ctx.args, url, log, interval, as_json, explain, everything))
 
 
+evaluation = typer.Typer(no_args_is_help=True, help="Evaluate, and compare results.")
+app.add_typer(evaluation, name="eval")
+
+
+@evaluation.command("compare")
+def eval_compare(
+    first: Annotated[Path, typer.Argument(help="Result file to compare with.")],
+    second: Annotated[Path, typer.Argument(help="Result file to judge.")],
+    margin: Annotated[float, typer.Option(help="Largest loss of accuracy that passes.")] = 0.01,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Two result files, item by item: accuracy, speed, and what may be claimed of the difference."""
+    from vllm_ling.eval.compare import run
+
+    raise typer.Exit(run(first, second, margin, as_json))
+
+
 def main() -> None:
     """Entry point: a LingError becomes one line on stderr and exit code 2."""
     try:
