@@ -116,6 +116,11 @@ def fault(code: str, message: str) -> None:
     _logger.error("vllm-ling: FAULT %s: %s", code, message)
 
 
+def alarm(code: str, message: str) -> None:
+    """One ERROR line about something that went wrong while serving; not part of the record of the loaded model."""
+    _logger.error("vllm-ling: ALARM %s: %s", code, message)
+
+
 def info(message: str) -> None:
     """One INFO line in the server log."""
     _logger.info("vllm-ling: %s", message)

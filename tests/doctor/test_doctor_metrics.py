@@ -134,7 +134,12 @@ def test_the_stat_logger_serves_ling_models_only(own_status: status.Status) -> N
     again = LingStatLogger(config("BailingMoeV3ForCausalLM"))  # a second engine replaces the first
     try:
         again.record(
-            SimpleNamespace(spec_decoding_stats=SimpleNamespace(num_drafts=2, num_accepted_tokens=3)), None
+            SimpleNamespace(
+                spec_decoding_stats=SimpleNamespace(
+                    num_drafts=2, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1, 0]
+                )
+            ),
+            None,
         )
         again.record(SimpleNamespace(spec_decoding_stats=None), None)
         again.record_sleep_state(0, 2)
@@ -145,6 +150,27 @@ def test_the_stat_logger_serves_ling_models_only(own_status: status.Status) -> N
     finally:
         REGISTRY.unregister(again._collector)
     assert logger._collector is not again._collector
+
+
+def test_broken_drafts_raise_one_alarm_while_serving(
+    own_status: status.Status, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_ling.metrics.stat_logger import LingStatLogger
+
+    monkeypatch.setattr(status._logger, "propagate", True)
+    monkeypatch.setattr(status._logger.parent, "propagate", True)
+    logger = LingStatLogger(config("BailingMoeV3ForCausalLM"))
+    try:
+        for per_position in [[3, 2, 1]] * 50 + [[0, 0, 0]] * 100:
+            stats = SimpleNamespace(
+                num_drafts=4, num_accepted_tokens=sum(per_position), num_accepted_tokens_per_pos=per_position
+            )
+            logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+    finally:
+        REGISTRY.unregister(logger._collector)
+    lines = [record.message for record in caplog.records if "ALARM" in record.message]
+    assert len(lines) == 1 and "draft_chance: drafts are noise" in lines[0]
+    assert own_status.faults == {}, "the record is about the loaded model"
 
 
 def test_the_backend_of_vllms_method_is_recorded(own_status: status.Status) -> None:

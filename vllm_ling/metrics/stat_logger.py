@@ -11,7 +11,8 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_ling.compat import ARCHITECTURE
-from vllm_ling.status import shared_folder, warning
+from vllm_ling.spec_decode.guard import DraftGuard
+from vllm_ling.status import alarm, info, shared_folder, warning
 
 
 class LingStatLogger(StatLoggerBase):
@@ -19,9 +20,11 @@ class LingStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._collector: Any = None
+        self._guard: DraftGuard | None = None
         try:
             if ARCHITECTURE in (vllm_config.model_config.architectures or []) and engine_index == 0:
                 self._collector = _register(vllm_config)
+                self._guard = _guard(vllm_config)
         except Exception as error:  # metrics must not keep a server from starting
             warning(f"no ling: series on /metrics: {type(error).__name__}: {error}")
 
@@ -32,10 +35,16 @@ class LingStatLogger(StatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Adds one engine step's drafts to the rolling window."""
+        """Adds one engine step's drafts to the rolling window, and logs what the guard makes of them."""
         spec = getattr(scheduler_stats, "spec_decoding_stats", None)
         if spec is not None and self._collector is not None and self._collector.window is not None:
             self._collector.window.add(spec.num_drafts, spec.num_accepted_tokens)
+        if spec is not None and self._guard is not None:
+            for event in self._guard.observe(spec.num_drafts, spec.num_accepted_tokens_per_pos):
+                if event.raised:
+                    alarm(event.alarm, event.message)
+                else:
+                    info(f"{event.alarm}: {event.message}")
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
         """Counts level-2 sleeps: they discard the draft's weights, and only the target's are read again."""
@@ -62,6 +71,26 @@ def _register(vllm_config: Any) -> Any:
     else:
         REGISTRY.register(collector)
     return collector
+
+
+def _guard(vllm_config: Any) -> DraftGuard | None:
+    """The guard of this server's drafts; its break-even is the byte model's for a context of 1,024 tokens, if known."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.num_speculative_tokens:
+        return None
+    k = speculative.num_speculative_tokens
+    try:
+        from vllm_ling.roofline.bytes import ByteModel
+        from vllm_ling.roofline.models import model_shape
+
+        model = ByteModel(model_shape(vllm_config.model_config.model), head="fp8", context=1024)
+        break_even = model.round_bytes(k) / model.step_bytes(1)
+    except Exception as error:
+        info(
+            f"draft guard: break-even unknown ({type(error).__name__}: {error}); slower-than-plain is not judged"
+        )
+        break_even = None
+    return DraftGuard(k, break_even)
 
 
 def freeze(collector: Any, registry: Any) -> None:
