@@ -2,7 +2,8 @@
 """Speculation never changes greedy output: tiny-ling with and without MTP(3), token for token in FP32.
 
 In BF16 a batch of four verified tokens may round differently from one token at a time, so there every divergence must
-sit at a tie: the two best logits closer than the rounding step of a BF16 logit of that size.
+sit at a tie: logits closer than the rounding step of a BF16 logit of that size. Only answers are judged there: after
+the end token comes text that the model never saw, where one rounded routing decision moves every logit.
 """
 
 import json
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.tiny.tokenizer import EOS, token_id
 
 PROMPTS, TOKENS = 64, 96
 # BF16 keeps 8 significant bits: neighbours differ by 2^-7 of their size, and either logit may round either way.
@@ -101,14 +103,19 @@ def test_mtp_layer_of_zeros_drafts_nothing_and_changes_nothing(runs: dict[str, E
 
 def test_bf16_differs_at_ties_only(runs: dict[str, EngineRun]) -> None:
     plain, drafted = runs["bfloat16-4-0"], runs["bfloat16-4-3"]
-    ties = 0
+    eos = token_id(Tokenizer.from_file(str(tiny_ling_path() / "tokenizer.json")), EOS)
+    ties = answers = 0
     for ours, theirs, tops in zip(plain.tokens, drafted.tokens, plain.tops, strict=True):
+        if eos not in ours:
+            continue  # the one-token prompt has no answer
+        answers += 1
         first = next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        if first is None:
+        if first is None or first > ours.index(eos):
             continue
         ties += 1
         (_, best), *others = tops[first]  # more than two tokens can tie in BF16
         assert theirs[first] in dict(others), "the other token is not even among the five best"
         gap = best - dict(others)[theirs[first]]
         assert gap <= BF16_STEP * abs(best), f"gap {gap} at logit {best} is no tie"
-    print(f"{ties} of {PROMPTS} prompts diverge, each at a tie")
+    assert answers >= PROMPTS - 4
+    print(f"{ties} of {answers} answers diverge, each at a tie")
