@@ -20,9 +20,14 @@ _ACCEPTED = math.log(BROKEN / ALIVE)
 _THRESHOLD = 16.0
 # Rounds in the window, and how many it must hold before the slower checks judge it.
 _WINDOW, _ENOUGH = 2000, 1000
-_DEAD = 0.01
-# Standard errors below break-even before speculation is called slower: one in a million by chance, per window.
-_SURE = 4.75
+# Share of its proposals below which a position is dead, and above which a dead one lives again: one limit for both
+# would log a line at every crossing.
+_DEAD, _LIVES = 0.01, 0.03
+# Standard errors below break-even before speculation is called slower: one in a million by chance, per window. It is
+# over when the window lies clearly above break-even.
+_SURE, _OVER = 4.75, 2.0
+# Break-even is that of k drafts a round; rounds that draft clearly fewer cost less, and are not judged by it.
+_FULL = 0.95
 
 Alarm = Literal["draft_chance", "draft_tail", "draft_slow"]
 
@@ -51,9 +56,13 @@ class DraftGuard:
         self.k, self.break_even = k, break_even
         self.rounds, self.accepted = 0, [0] * k
         self._cusum = 0.0
-        self._window: deque[tuple[int, list[int]]] = deque()
-        self._window_rounds, self._window_accepted = 0, [0] * k
         self._raised: set[Alarm] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: deque[tuple[int, list[int], list[int]]] = deque()
+        self._window_rounds = 0
+        self._window_accepted, self._window_proposed = [0] * self.k, [0] * self.k
 
     @property
     def alarms(self) -> frozenset[Alarm]:
@@ -70,46 +79,68 @@ class DraftGuard:
             return None
         return [count / self._window_rounds for count in self._window_accepted]
 
-    def observe(self, rounds: int, accepted_per_position: Sequence[int]) -> list[Event]:
+    def observe(
+        self,
+        rounds: int,
+        accepted_per_position: Sequence[int],
+        proposed_per_position: Sequence[int] | None = None,
+    ) -> list[Event]:
         """One engine step.
 
         Args:
             rounds: sequences whose drafts were verified.
             accepted_per_position: how many of them accepted position 1, 2, ..., k.
+            proposed_per_position: how many of them had a draft token at position 1, 2, ..., k: fewer than `rounds`
+                where a draft was cut short or a grammar struck its tokens out; None means all.
         """
         if rounds < 1:
             return []
         counts = [*accepted_per_position, *[0] * self.k][: self.k]
+        proposed = [rounds] * self.k
+        if proposed_per_position is not None:
+            proposed = [*proposed_per_position, *[0] * self.k][: self.k]
         self.rounds += rounds
         self._window_rounds += rounds
         for position, count in enumerate(counts):
             self.accepted[position] += count
             self._window_accepted[position] += count
-        self._window.append((rounds, counts))
+            self._window_proposed[position] += proposed[position]
+        self._window.append((rounds, counts, proposed))
         while self._window_rounds - self._window[0][0] >= _WINDOW:
-            old, old_counts = self._window.popleft()
+            old, old_counts, old_proposed = self._window.popleft()
             self._window_rounds -= old
             for position, count in enumerate(old_counts):
                 self._window_accepted[position] -= count
-        self._cusum = max(0.0, self._cusum + (rounds - counts[0]) * _REJECTED + counts[0] * _ACCEPTED)
+                self._window_proposed[position] -= old_proposed[position]
+        self._cusum = max(0.0, self._cusum + (proposed[0] - counts[0]) * _REJECTED + counts[0] * _ACCEPTED)
         # A long outage must not take as long to be over.
         self._cusum = min(self._cusum, 2 * _THRESHOLD)
         return [event for event in (self._chance(), self._tail(), self._slow()) if event is not None]
 
     def _chance(self) -> Event | None:
         bad = self._cusum >= _THRESHOLD or ("draft_chance" in self._raised and self._cusum > 0)
-        return self._turn(
+        event = self._turn(
             "draft_chance",
             bad,
             f"drafts are noise: {self._figures()}. Likely the draft's head or layer is broken (vllm-ling doctor --url "
             "names it), or the text is random; restart without --speculative-config until it is mended",
         )
+        if event is not None and not event.raised:
+            self._forget()  # the window is full of the outage, which says nothing of the tail and the cost now
+        return event
 
     def _tail(self) -> Event | None:
         if self._window_rounds < _ENOUGH or self.k == 1 or "draft_chance" in self._raised:
             return None
+        limit = _LIVES if "draft_tail" in self._raised else _DEAD
         dead = 0
-        while dead < self.k and self._window_accepted[self.k - 1 - dead] < _DEAD * self._window_rounds:
+        for accepted, proposed in zip(
+            reversed(self._window_accepted), reversed(self._window_proposed), strict=True
+        ):
+            if proposed < _ENOUGH:
+                return None  # seldom drafted: unknown
+            if accepted >= limit * proposed:
+                break
             dead += 1
         return self._turn(
             "draft_tail",
@@ -121,13 +152,15 @@ class DraftGuard:
     def _slow(self) -> Event | None:
         if self.break_even is None or self._window_rounds < _ENOUGH or "draft_chance" in self._raised:
             return None
+        if sum(self._window_proposed) < _FULL * self.k * self._window_rounds:
+            return None
         shares = [count / self._window_rounds for count in self._window_accepted]
         mean = sum(shares)
         square = sum((2 * position + 1) * share for position, share in enumerate(shares))
         error = math.sqrt(max(square - mean**2, 0.0) / self._window_rounds)
         return self._turn(
             "draft_slow",
-            1 + mean + _SURE * error < self.break_even,
+            1 + mean + (-_OVER if "draft_slow" in self._raised else _SURE) * error < self.break_even,
             f"speculation costs more than it saves: {self._figures()}, break-even at {self.break_even:.2f}; use fewer "
             "draft tokens or leave --speculative-config out",
         )

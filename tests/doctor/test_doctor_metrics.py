@@ -136,7 +136,10 @@ def test_the_stat_logger_serves_ling_models_only(own_status: status.Status) -> N
         again.record(
             SimpleNamespace(
                 spec_decoding_stats=SimpleNamespace(
-                    num_drafts=2, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1, 0]
+                    num_drafts=2,
+                    num_accepted_tokens=3,
+                    num_accepted_tokens_per_pos=[2, 1, 0],
+                    num_draft_tokens_per_pos=[2, 2, 2],
                 )
             ),
             None,
@@ -163,13 +166,23 @@ def test_broken_drafts_raise_one_alarm_while_serving(
     try:
         for per_position in [[3, 2, 1]] * 50 + [[0, 0, 0]] * 100:
             stats = SimpleNamespace(
-                num_drafts=4, num_accepted_tokens=sum(per_position), num_accepted_tokens_per_pos=per_position
+                num_drafts=4,
+                num_accepted_tokens=sum(per_position),
+                num_accepted_tokens_per_pos=per_position,
+                num_draft_tokens_per_pos=[4, 4, 4],
             )
             logger.record(SimpleNamespace(spec_decoding_stats=stats), None)
+        text = page()
+        assert 'ling:draft_alarm{alarm="draft_chance"} 1.0' in text
+        assert 'ling:draft_alarm{alarm="draft_tail"} 0.0' in text and 'ling:acceptance{position="3"}' in text
+        broken = SimpleNamespace(num_drafts=1, num_accepted_tokens=0, num_accepted_tokens_per_pos=None)
+        for _ in range(2):
+            logger.record(SimpleNamespace(spec_decoding_stats=broken), None)
     finally:
         REGISTRY.unregister(logger._collector)
     lines = [record.message for record in caplog.records if "ALARM" in record.message]
     assert len(lines) == 1 and "draft_chance: drafts are noise" in lines[0]
+    assert sum("no longer watched" in record.message for record in caplog.records) == 1
     assert own_status.faults == {}, "the record is about the loaded model"
 
 

@@ -76,6 +76,29 @@ def test_slower_than_plain_decoding() -> None:
     assert not feed(close, [0.5], 20_000), "at break-even it is no alarm"
 
 
+def test_recovery_raises_nothing_else() -> None:
+    guard = DraftGuard(3, break_even=1.97)
+    events = feed(guard, [0.0] * 3, 5_000) + feed(guard, [0.9] * 3, 5_000, seed=1)
+    assert [(event.alarm, event.raised) for _, event in events] == [
+        ("draft_chance", True),
+        ("draft_chance", False),
+    ]
+
+
+@pytest.mark.parametrize("rates", [[0.9, 0.5, 0.0222], [0.5, 0.5, 0.5]])
+def test_no_flood_at_a_limit(rates: list[float]) -> None:
+    """Position 3 at 1% of the rounds, or accept length at 4.75 standard errors below break-even: 180 and 363 onsets
+    in so many rounds with one limit for on and off."""
+    assert len(feed(DraftGuard(3, break_even=1.97), rates, 100_000)) <= 4
+
+
+def test_draft_tokens_that_were_not_proposed_are_not_rejections() -> None:
+    guard = DraftGuard(3, break_even=1.97)
+    assert not [event for _ in range(3_000) for event in guard.observe(1, [0, 0, 0], [0, 0, 0])]
+    gated = DraftGuard(3, break_even=1.97)  # one draft token a round, accepted four times in five
+    assert not [event for at in range(3_000) for event in gated.observe(1, [at % 5 > 0, 0, 0], [1, 0, 0])]
+
+
 def test_figures() -> None:
     guard = DraftGuard(3)
     assert guard.accept_length() is None and guard.acceptance() is None
@@ -90,7 +113,7 @@ def test_figures() -> None:
 
 
 def test_overhead_is_small_beside_a_step() -> None:
-    """A step takes a millisecond at the very least; half a percent of it is 5 us."""
+    """About 8 us: half a percent of a step of 1.6 ms. The bound leaves room for a busy machine."""
     guard = DraftGuard(3, break_even=1.97)
     best = float("inf")
     for _ in range(5):

@@ -8,7 +8,7 @@ made (`status.share`); here the files are read when somebody scrapes, so an idle
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,6 +18,7 @@ from vllm_ling.doctor.text import clean
 from vllm_ling.metrics import names
 from vllm_ling.metrics.acceptance import AcceptanceWindow
 from vllm_ling.options import parse_options
+from vllm_ling.spec_decode.guard import Alarm, DraftGuard
 from vllm_ling.status import STATUS
 
 _MAX_RECORD = 1 << 20
@@ -90,6 +91,7 @@ class LingCollector(Collector):
         self, folder: Path | None, config: Mapping[str, str], window: AcceptanceWindow | None
     ) -> None:
         self.folder, self.config, self.window = folder, dict(config), window
+        self.guard: DraftGuard | None = None
         self.level_2_sleeps = 0
 
     def describe(self) -> Iterable[Metric]:
@@ -146,6 +148,19 @@ class LingCollector(Collector):
             yield GaugeMetricFamily(
                 names.ACCEPT_LENGTH, "Tokens per verify step, rolling minute.", value=length
             )
+        if self.guard is not None:
+            alarms = GaugeMetricFamily(
+                names.DRAFT_ALARM, "1 while the guard's alarm stands.", labels=["alarm"]
+            )
+            for alarm in get_args(Alarm):
+                alarms.add_metric([alarm], float(alarm in self.guard.alarms))
+            yield alarms
+            shares = GaugeMetricFamily(
+                names.ACCEPTANCE, "Acceptance of each draft position, last 2,000 rounds.", labels=["position"]
+            )
+            for position, share in enumerate(self.guard.acceptance() or [], 1):
+                shares.add_metric([str(position)], share)
+            yield shares
 
 
 def _info(name: str, about: str, rows: list[dict[str, Any]]) -> GaugeMetricFamily:

@@ -10,10 +10,12 @@ INFO = "ling:config"  # the labels of INFO_FACTS
 # Values.
 FAULTS = "ling:faults"  # how many proofs failed at load
 ACCEPT_LENGTH = "ling:accept_length"  # tokens per verify step over the last WINDOW_S seconds with drafts
+ACCEPTANCE = "ling:acceptance"  # position: share of the guard's window in which it was accepted
+DRAFT_ALARM = "ling:draft_alarm"  # alarm: 1 while the guard's alarm stands
 LEVEL_2_SLEEPS = "ling:level_2_sleeps_total"
 WINDOW_S = 60.0
 
-ALL = (PLUGIN, CHOICE, PROOF, FAULT, INFO, FAULTS, ACCEPT_LENGTH, LEVEL_2_SLEEPS)
+ALL = (PLUGIN, CHOICE, PROOF, FAULT, INFO, FAULTS, ACCEPT_LENGTH, ACCEPTANCE, DRAFT_ALARM, LEVEL_2_SLEEPS)
 
 # Label of INFO -> doctor's fact.
 INFO_FACTS = {

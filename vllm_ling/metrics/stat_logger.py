@@ -11,6 +11,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_ling.compat import ARCHITECTURE
+from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.guard import DraftGuard
 from vllm_ling.status import alarm, info, shared_folder, warning
 
@@ -24,7 +25,7 @@ class LingStatLogger(StatLoggerBase):
         try:
             if ARCHITECTURE in (vllm_config.model_config.architectures or []) and engine_index == 0:
                 self._collector = _register(vllm_config)
-                self._guard = _guard(vllm_config)
+                self._guard = self._collector.guard = _guard(vllm_config)
         except Exception as error:  # metrics must not keep a server from starting
             warning(f"no ling: series on /metrics: {type(error).__name__}: {error}")
 
@@ -36,11 +37,22 @@ class LingStatLogger(StatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Adds one engine step's drafts to the rolling window, and logs what the guard makes of them."""
+        try:
+            self._record(scheduler_stats)
+        except Exception as error:  # vLLM calls this in the loop that delivers every answer
+            self._guard = None
+            if self._collector is not None:
+                self._collector.window = self._collector.guard = None
+            warning(f"drafts are no longer watched: {type(error).__name__}: {error}")
+
+    def _record(self, scheduler_stats: Any) -> None:
         spec = getattr(scheduler_stats, "spec_decoding_stats", None)
         if spec is not None and self._collector is not None and self._collector.window is not None:
             self._collector.window.add(spec.num_drafts, spec.num_accepted_tokens)
         if spec is not None and self._guard is not None:
-            for event in self._guard.observe(spec.num_drafts, spec.num_accepted_tokens_per_pos):
+            for event in self._guard.observe(
+                spec.num_drafts, spec.num_accepted_tokens_per_pos, spec.num_draft_tokens_per_pos
+            ):
                 if event.raised:
                     alarm(event.alarm, event.message)
                 else:
@@ -83,7 +95,10 @@ def _guard(vllm_config: Any) -> DraftGuard | None:
         from vllm_ling.roofline.bytes import ByteModel
         from vllm_ling.roofline.models import model_shape
 
-        model = ByteModel(model_shape(vllm_config.model_config.model), head="fp8", context=1024)
+        bf16 = parse_options(vllm_config.additional_config).lm_head == "bf16"
+        model = ByteModel(
+            model_shape(vllm_config.model_config.model), head="bf16" if bf16 else "fp8", context=1024
+        )
         break_even = model.round_bytes(k) / model.step_bytes(1)
     except Exception as error:
         info(
