@@ -2,7 +2,9 @@
 """Result files of evaluations: items with their outcome and times, and the summary that follows from them."""
 
 import json
+import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -13,12 +15,12 @@ from vllm_ling.errors import LingError
 
 
 class Item(BaseModel):
-    """One question. Times in seconds but `tpot_ms`; what was not measured is None."""
+    """One request. Times in seconds but `tpot_ms`; what was not measured is None."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
-    correct: bool | None = Field(description="None if there is no answer to judge (see error).")
+    correct: bool | None = Field(description="None if nothing is judged: no answer came, or it has no right one.")
     invalid: bool = Field(False, description="An answer without a final number; counts as wrong.")
     truncated: bool = Field(False, description="Cut at the token limit; judged as it is.")
     error: str | None = Field(None, description="Transport error: no answer came; never counts as wrong.")
@@ -26,9 +28,15 @@ class Item(BaseModel):
     output_tokens: int | None = Field(None, ge=0)
     ttft_s: float | None = Field(None, ge=0)
     tpot_ms: float | None = Field(None, ge=0)
-    latency_s: float | None = Field(None, ge=0)
+    latency_s: float | None = Field(None, ge=0, description="Request sent to last token.")
+    chunks: list[int] | None = Field(
+        None, description="Tokens of each streamed chunk; with speculation a chunk is a round."
+    )
     drafts: int | None = Field(None, ge=0, description="Draft rounds.")
     accepted: int | None = Field(None, ge=0, description="Accepted draft tokens.")
+    accepted_at: list[int] | None = Field(
+        None, description="Rounds that accepted draft position 1, 2, ..., k."
+    )
 
 
 class Summary(BaseModel):
@@ -45,7 +53,9 @@ class Summary(BaseModel):
     tpot_ms: float | None
     ttft_ms: float | None
     latency_s_mean: float | None
+    latency_s_p95: float | None
     accept_length: float | None
+    acceptance: list[float] | None = Field(description="Share of rounds that accepted position 1, 2, ..., k.")
 
 
 class ResultFile(BaseModel):
@@ -60,13 +70,14 @@ class ResultFile(BaseModel):
 
 
 def summarize(items: Sequence[Item]) -> Summary:
-    """The summary of `items`. Decode speed is output tokens after the first over the time after the first token."""
+    """The summary of `items`. Decode speed is output tokens after the first chunk over the time after it."""
     judged = [item for item in items if item.correct is not None]
     rounds = sum(item.drafts or 0 for item in items)
+    positions = [item.accepted_at for item in items if item.accepted_at]
     tokens = seconds = 0.0
     for item in items:
         if item.output_tokens and item.latency_s is not None and item.ttft_s is not None:
-            tokens += item.output_tokens - 1
+            tokens += item.output_tokens - (item.chunks[0] if item.chunks else 1)
             seconds += item.latency_s - item.ttft_s
     return Summary(
         items=len(items),
@@ -78,8 +89,18 @@ def summarize(items: Sequence[Item]) -> Summary:
         tpot_ms=_mean([item.tpot_ms for item in items]),
         ttft_ms=_mean([None if item.ttft_s is None else 1e3 * item.ttft_s for item in items]),
         latency_s_mean=_mean([item.latency_s for item in items]),
+        latency_s_p95=percentile([item.latency_s for item in items if item.latency_s is not None], 0.95),
         accept_length=1 + sum(item.accepted or 0 for item in items) / rounds if rounds else None,
+        acceptance=[sum(at) / rounds for at in zip_longest(*positions, fillvalue=0)]
+        if rounds and positions
+        else None,
     )
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank); None of no values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def make(provenance: dict[str, Any], items: Sequence[Item]) -> ResultFile:
@@ -111,9 +132,18 @@ def load(path: Path) -> ResultFile:
     expected = summarize(found.items)
     for name, value in expected.model_dump().items():
         stored = getattr(found.summary, name)
-        if value != stored and not (value and stored and abs(value - stored) <= 1e-9 * abs(value)):
+        if not _agree(value, stored):
             raise LingError(f"{path}: summary.{name} is {stored}, but the items give {value}")
     return found
+
+
+def _agree(value: Any, stored: Any) -> bool:
+    """Equal, but for the last digits of figures that were written and read again."""
+    if isinstance(value, list) and isinstance(stored, list) and len(value) == len(stored):
+        return all(map(_agree, value, stored))
+    if isinstance(value, float) and isinstance(stored, float):
+        return math.isclose(value, stored, rel_tol=1e-9)
+    return bool(value == stored)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
