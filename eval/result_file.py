@@ -20,7 +20,9 @@ class Item(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
-    correct: bool | None = Field(description="None if nothing is judged: no answer came, or it has no right one.")
+    correct: bool | None = Field(
+        description="None if nothing is judged: no answer came, or it has no right one."
+    )
     invalid: bool = Field(False, description="An answer without a final number; counts as wrong.")
     truncated: bool = Field(False, description="Cut at the token limit; judged as it is.")
     error: str | None = Field(None, description="Transport error: no answer came; never counts as wrong.")
