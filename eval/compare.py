@@ -2,13 +2,14 @@
 """`vllm-ling eval compare`: two result files over the same items, with what may be claimed of the difference."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vllm_ling.errors import LingError
 from vllm_ling.eval.result_file import Item, load
-from vllm_ling.eval.statistics import bootstrap, compare_accuracy, ratio_of_means
+from vllm_ling.eval.statistics import Comparison, bootstrap, compare_accuracy, ratio_of_means
 
 _TIMES = ("tpot_ms", "ttft_s", "latency_s")
 
@@ -27,26 +28,35 @@ def compare(first: Path, second: Path, margin: float) -> dict[str, Any]:
         raise LingError(
             f"{first} and {second} are about different data (provenance.data_sha256 {hashes[0]}, {hashes[1]})"
         )
-    other = {item.id: item for item in b.items}
-    pairs = [(item, other[item.id]) for item in a.items if item.id in other]
+    pairs = _paired(a.items, b.items)
     if not pairs:
         raise LingError(f"{first} and {second} have no item in common")
-    answered = [(x, y) for x, y in pairs if x.correct is not None and y.correct is not None]
-    accuracy = None
-    if answered:
-        accuracy = compare_accuracy(
-            [bool(x.correct) for x, _ in answered], [bool(y.correct) for _, y in answered], margin
-        )
+    accuracy = paired_accuracy(a.items, b.items, margin)
     return {
         "items": len(pairs),
         "unpaired": len(a.items) + len(b.items) - 2 * len(pairs),
-        "unanswered": len(pairs) - len(answered),
+        "unanswered": len(pairs) - (accuracy.items if accuracy else 0),
         "margin": margin,
         "accuracy": accuracy and asdict(accuracy),
         "ratios": {name: _ratio(pairs, name) for name in _TIMES},
         "accept_length": [a.summary.accept_length, b.summary.accept_length],
         "tok_per_s": [a.summary.tok_per_s, b.summary.tok_per_s],
     }
+
+
+def paired_accuracy(first: Sequence[Item], second: Sequence[Item], margin: float) -> Comparison | None:
+    """Accuracy of the items that both runs have a judged answer to; None without any."""
+    judged = [
+        (x.correct, y.correct)
+        for x, y in _paired(first, second)
+        if x.correct is not None and y.correct is not None
+    ]
+    return compare_accuracy([x for x, _ in judged], [y for _, y in judged], margin) if judged else None
+
+
+def _paired(first: Sequence[Item], second: Sequence[Item]) -> list[tuple[Item, Item]]:
+    other = {item.id: item for item in second}
+    return [(item, other[item.id]) for item in first if item.id in other]
 
 
 def _ratio(pairs: list[tuple[Item, Item]], name: str) -> dict[str, float] | None:

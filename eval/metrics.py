@@ -2,24 +2,36 @@
 """vLLM's Prometheus counters: what happened between two readings, never averages since the server started."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
 @dataclass(frozen=True)
 class SpecCounters:
-    """Draft rounds and accepted draft tokens since the server started, over all engines; zero without speculation."""
+    """Draft rounds and accepted draft tokens since the server started, over all engines; zero without speculation.
+
+    Attributes:
+        accepted_at: rounds that accepted position 1, 2, ..., k; empty without speculation.
+    """
 
     drafts: float
     accepted: float
+    accepted_at: tuple[float, ...] = ()
 
     def since(self, earlier: "SpecCounters") -> "SpecCounters":
         """The change from an earlier reading."""
-        return SpecCounters(self.drafts - earlier.drafts, self.accepted - earlier.accepted)
+        pairs = zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0.0)
+        return SpecCounters(
+            self.drafts - earlier.drafts,
+            self.accepted - earlier.accepted,
+            tuple(now - then for now, then in pairs),
+        )
 
     @property
     def accept_length(self) -> float | None:
@@ -29,12 +41,16 @@ class SpecCounters:
 
 def parse_counters(text: str) -> SpecCounters:
     """Reads a /metrics page."""
-    totals = {DRAFTS: 0.0, ACCEPTED: 0.0}
+    totals, positions = {DRAFTS: 0.0, ACCEPTED: 0.0}, dict[int, float]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in totals:
                 totals[sample.name] += sample.value
-    return SpecCounters(totals[DRAFTS], totals[ACCEPTED])
+            elif sample.name == ACCEPTED_AT:
+                position = int(sample.labels["position"])
+                positions[position] = positions.get(position, 0.0) + sample.value
+    at = tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1))
+    return SpecCounters(totals[DRAFTS], totals[ACCEPTED], at)
 
 
 def read_counters(base_url: str) -> SpecCounters:

@@ -26,6 +26,7 @@ class Item(BaseModel):
     invalid: bool = Field(False, description="An answer without a final number; counts as wrong.")
     truncated: bool = Field(False, description="Cut at the token limit; judged as it is.")
     error: str | None = Field(None, description="Transport error: no answer came; never counts as wrong.")
+    note: str | None = Field(None, description="An oddity: tries it took, or why its figures are missing.")
     prompt_tokens: int | None = Field(None, ge=0)
     output_tokens: int | None = Field(None, ge=0)
     ttft_s: float | None = Field(None, ge=0)
@@ -51,6 +52,7 @@ class Summary(BaseModel):
     invalid: int
     truncated: int
     transport_errors: int
+    unmeasured: int = Field(description="Answered, but with token counts that cannot be right.")
     tok_per_s: float | None
     tpot_ms: float | None
     ttft_ms: float | None
@@ -87,6 +89,7 @@ def summarize(items: Sequence[Item]) -> Summary:
         invalid=sum(item.invalid for item in items),
         truncated=sum(item.truncated for item in items),
         transport_errors=sum(item.error is not None for item in items),
+        unmeasured=sum(item.error is None and item.output_tokens is None for item in items),
         tok_per_s=tokens / seconds if seconds > 0 else None,
         tpot_ms=_mean([item.tpot_ms for item in items]),
         ttft_ms=_mean([None if item.ttft_s is None else 1e3 * item.ttft_s for item in items]),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a server in a process group of its own, waits until it answers, and leaves nothing of it behind."""
 
+import ctypes
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ _FAULT = re.compile(r"vllm-ling: FAULT (\w+): (.*)")
 _CAUSE = re.compile(r"(?:LingError|vllm-ling: error): (.*)")
 _STOP_S = 20.0
 _ORPHANS_S = 2.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ServerError(LingError):
@@ -106,11 +109,17 @@ def running(
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
     try:
         yield _wait_ready(process, port, log, timeout_s)
     finally:
         stop_group(process)
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when this process dies, however it dies; a server left behind would hold the memory."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> Server:

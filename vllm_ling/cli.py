@@ -6,23 +6,15 @@ To add a subcommand, write a function here with `@app.command()` whose body impo
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from vllm_ling import __version__
+from vllm_ling.cli_eval import PassThrough, evaluation
 from vllm_ling.errors import LingError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-class _PassThrough(TyperCommand):
-    """A command that leaves every argument, `--help` and `--` included, to another parser."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return []
 
 
 def _show_version(wanted: bool) -> None:
@@ -44,7 +36,7 @@ def _root(
     """Serve Ling-3.0 models with vLLM: FP8 head, MXFP4 experts, MTP with the shared head."""
 
 
-@app.command(cls=_PassThrough, add_help_option=False)
+@app.command(cls=PassThrough, add_help_option=False)
 def serve(ctx: typer.Context) -> None:
     """vLLM's own server with its own flags, after a check of model and options (`serve --help` shows the flags)."""
     from vllm_ling.serve import serve as run
@@ -195,21 +187,7 @@ def doctor(
     raise typer.Exit(run(ctx.args, url, log, interval, as_json, explain, everything))
 
 
-evaluation = typer.Typer(no_args_is_help=True, help="Evaluate, and compare results.")
 app.add_typer(evaluation, name="eval")
-
-
-@evaluation.command("compare")
-def eval_compare(
-    first: Annotated[Path, typer.Argument(help="Result file to compare with.")],
-    second: Annotated[Path, typer.Argument(help="Result file to judge.")],
-    margin: Annotated[float, typer.Option(help="Largest loss of accuracy that passes.")] = 0.01,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Two result files, item by item: accuracy, speed, and what may be claimed of the difference."""
-    from vllm_ling.eval.compare import run
-
-    raise typer.Exit(run(first, second, margin, as_json))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny-l
 
 
 def test_engines_add_up_and_neighbours_do_not_count() -> None:
-    assert parse_counters(PAGE) == SpecCounters(drafts=40, accepted=60)
+    assert parse_counters(PAGE) == SpecCounters(drafts=40, accepted=60, accepted_at=(29,))
 
 
 def test_accept_length_is_taken_between_two_readings() -> None:

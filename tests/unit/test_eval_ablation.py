@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ablation: stages, the check that a server is what its stage says, the table, and the whole run over mock servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vllm_ling.errors import LingError
+from vllm_ling.eval.ablate import Ablation, StageFiles, run
+from vllm_ling.eval.ablation_stages import AblationStage, not_what_it_says, plan
+from vllm_ling.eval.ablation_table import as_data, markdown, rows
+from vllm_ling.eval.gsm8k import Gsm8k
+from vllm_ling.eval.provenance import ROOT
+from vllm_ling.eval.result_file import load
+from vllm_ling.eval.served import Served
+from vllm_ling.eval.synthetic import Synthetic
+
+MOCK = (sys.executable, "-m", "vllm_ling.eval.mock_server")
+FOUR = ["baseline", "moe", "head", "mtp"]
+
+
+def test_stages_add_up() -> None:
+    stages = plan(FOUR, {}, gpu=True)
+    assert [stage.options for stage in stages] == [
+        {"lm_head": "bf16", "moe": "auto"},
+        {"lm_head": "bf16", "moe": "ling", "linear": "ling"},
+        {"lm_head": "fp8", "moe": "ling", "linear": "ling"},
+        {"lm_head": "fp8", "moe": "ling", "linear": "ling"},
+    ]
+    assert [stage.speculates for stage in stages] == [False, False, False, True]
+    assert plan(["baseline"], {}, gpu=False)[0].options["moe"] == "reference"
+
+
+def test_flags_of_a_stage_and_stages_of_ones_own() -> None:
+    stages = plan(
+        ["stock", "baseline", "mtp5"],
+        {
+            "mtp5": """--speculative-config '{"method": "mtp", "num_speculative_tokens": 5}'""",
+            "stock": "--x 1",
+        },
+        gpu=True,
+    )
+    assert stages[0].stock and stages[0].serve_flags() == ["--x", "1"]
+    assert stages[0].env() == {"VLLM_LING_DISABLE": "1"} and stages[1].env() == {}
+    assert json.loads(stages[2].serve_flags()[-1])["num_speculative_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("names", "extra", "said"),
+    [
+        ([], {}, "name at least one"),
+        (["baseline", "typo"], {}, "unknown stage typo"),
+        (["moe", "moe"], {}, "moe is there twice"),
+        (["moe"], {"head": "--x"}, "no such stage"),
+        (["moe"], {"moe": "'unclosed"}, "--flags moe"),
+    ],
+)
+def test_bad_stages_are_named(names: list[str], extra: dict[str, str], said: str) -> None:
+    with pytest.raises(LingError, match=said):
+        plan(names, extra, gpu=True)
+
+
+def served(
+    choices: dict[str, str] | None, proofs: tuple[str, ...] = (), faults: dict[str, str] | None = None
+) -> Served:
+    return Served(
+        "u",
+        "m",
+        None,
+        None,
+        plugin=choices is not None,
+        choices=choices or {},
+        proofs=dict.fromkeys(proofs, ""),
+        faults=faults or {},
+    )
+
+
+FP8_LING = {"lm_head": "fp8_online", "moe mxfp4": "humming", "moe decode": "ling", "linear 512 x 128": "ling"}
+MTP = plan(FOUR, {}, gpu=True)[-1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "found", "said"),
+    [
+        (MTP, served(FP8_LING, ("draft_head",)), None),
+        (MTP, served(FP8_LING), "no proof of the draft head"),
+        (MTP, served({**FP8_LING, "lm_head": "bf16"}, ("draft_head",)), "lm_head=fp8 was asked for"),
+        (MTP, served({**FP8_LING, "moe decode": "stock"}, ("draft_head",)), "moe=ling was asked for"),
+        (MTP, served({**FP8_LING, "linear 512 x 128": "stock"}, ("draft_head",)), "linear=ling"),
+        (MTP, served(FP8_LING, ("draft_head",), {"draft_head_nan": "row 3"}), "draft_head_nan: row 3"),
+        (MTP, served(None), "did not load"),
+        (AblationStage("stock", stock=True), served(None), None),
+        (AblationStage("stock", stock=True), served({}), "active although"),
+        (AblationStage("b", {"moe": "reference"}), served({"moe mxfp4": "torch"}), "moe=reference"),
+        (AblationStage("b", {"moe": "ling"}), served({"moe mxfp4 clamped": "torch"}), None),
+        (AblationStage("b", {"moe": "ling"}), served({}), "nothing of the experts"),
+    ],
+)
+def test_a_stage_that_is_not_what_it_says_is_found(
+    stage: AblationStage, found: Served, said: str | None
+) -> None:
+    problem = not_what_it_says(stage, found)
+    assert problem is None if said is None else problem is not None and said in problem
+
+
+def ablation(names: list[str], extra: dict[str, str], tag: str = "", rounds: int = 1) -> Ablation:
+    """On mock servers, whose speed the stages' flags set; `tag` stands in their command lines."""
+    common = ["tiny-ling", "--ttft-ms", "20", "--tag", tag]
+    return Ablation(
+        plan(names, extra, gpu=False),
+        common,
+        Gsm8k(task="tiny_ling", limit=6, max_tokens=96),
+        Synthetic(None, isl=24, osl=25, requests=1, repeats=2),
+        env={"PYTHONPATH": str(ROOT)},
+        command=MOCK,
+        rounds=rounds,
+    )
+
+
+# The mock's draft is surer of random tokens than of text: 4 tokens a step for the load, 2 for the questions.
+SPEEDS = {"baseline": "--step-ms 12", "moe": "--step-ms 8", "mtp": "--step-ms 9 --accept 3"}
+
+
+def test_the_whole_ablation_over_mock_servers(tmp_path: Path) -> None:
+    what = ablation(["baseline", "moe", "mtp"], SPEEDS, rounds=2)
+    found = run(what, tmp_path, restart=False, console=Console(quiet=True))
+    table = rows(found, 0.05)
+    base, moe, mtp = table
+    assert moe.real_gain is not None and mtp.real_gain is not None and base.real_gain is not None
+    assert base.real_gain.total == 1.0
+    for row, step, accept in ((base, 12, 1), (moe, 8, 1), (mtp, 9, 3)):
+        assert row.real.summary.tok_per_s == pytest.approx(accept * 1000 / step, rel=0.25)
+        assert row.synthetic_tok_per_s == pytest.approx(accept * 1000 / step, rel=0.25)
+        assert row.real.summary.accuracy == 1.0
+    assert mtp.real.summary.accept_length == pytest.approx(3, rel=0.01)
+    assert mtp.real_gain.accept_length == pytest.approx(3, rel=0.01)
+    assert mtp.real_gain.step_time == pytest.approx(12 / 9, rel=0.3)
+    text = markdown(table, "random tokens 24/25")
+    assert "| mtp |" in text and "mtp: gap: the synthetic load promised" in text
+    assert "no difference found" in text and "equal" not in text
+    assert [row["name"] for row in as_data(table)] == ["baseline", "moe", "mtp"]
+    # The second round ran in the other order.
+    dates = [
+        load(tmp_path / name / "synthetic-2.json").provenance["date"] for name in ("mtp", "moe", "baseline")
+    ]
+    assert dates == sorted(dates)
+    json.dumps(as_data(table))
+
+
+def test_nothing_is_measured_twice_and_other_settings_are_refused(tmp_path: Path) -> None:
+    what = ablation(["baseline"], {"baseline": "--step-ms 2"})
+    console = Console(quiet=True)
+    (first,) = run(what, tmp_path, restart=False, console=console)
+    broken = Ablation(what.stages, what.serve, what.questions, what.load, command=("false",))
+    (again,) = run(broken, tmp_path, restart=False, console=console)
+    assert again.gsm8k == first.gsm8k, "no server was started"
+    other = Ablation(what.stages, what.serve, Gsm8k(task="tiny_ling", limit=7), what.load, command=MOCK)
+    with pytest.raises(LingError, match=r"other questions.*--restart"):
+        run(other, tmp_path, restart=False, console=console)
+
+
+@pytest.mark.parametrize(
+    ("names", "flags", "said"),
+    [
+        (["head"], "--pretend lm_head=bf16", "lm_head=fp8 was asked for"),
+        (["mtp"], "--accept 1", None),
+        (["baseline"], """--speculative-config '{"method": "mtp"}' --step-ms 1""", None),
+    ],
+)
+def test_a_lying_server_ends_the_ablation(
+    tmp_path: Path, names: list[str], flags: str, said: str | None
+) -> None:
+    what = ablation(names, {names[0]: flags})
+    console = Console(quiet=True)
+    if said is None:
+        assert isinstance(run(what, tmp_path, restart=False, console=console)[0], StageFiles)
+        return
+    with pytest.raises(LingError, match=said):
+        run(what, tmp_path, restart=False, console=console)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from tests.unit.test_eval_ablation import ablation
+from vllm_ling.eval.ablate import run
+what = ablation(["baseline", "mtp"], {"baseline": "--step-ms 3", "mtp": "--step-ms 3"}, tag=sys.argv[1])
+run(what, Path(sys.argv[1]), restart=False, console=Console(quiet=True))
+"""
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Command lines of mock servers that were started for an ablation in `folder`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "vllm_ling.eval.mock_server" in words and str(folder) in words:
+            found.append(" ".join(words))
+    return found
+
+
+def test_killed_twice_and_gone_on_with_the_same_result(tmp_path: Path) -> None:
+    """SIGKILL in the middle of each stage: no item is asked twice, no server is left, the outcome is the same."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+    for stage in ("baseline", "mtp"):
+        journal = tmp_path / "killed" / stage / "gsm8k.json.partial"
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        seen = False
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if journal.exists() and len(journal.read_bytes().splitlines()) >= 4:
+                seen = bool(servers_of(tmp_path / "killed"))
+                break
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert seen and journal.exists(), "killed in the middle"
+        assert not (journal.parent / "gsm8k.json").exists()
+        left = time.monotonic() + 10
+        while servers_of(tmp_path / "killed") and time.monotonic() < left:
+            time.sleep(0.05)
+        assert servers_of(tmp_path / "killed") == []
+    what = ablation(
+        ["baseline", "mtp"], {"baseline": "--step-ms 3", "mtp": "--step-ms 3"}, tag=str(tmp_path / "killed")
+    )
+    quiet = Console(quiet=True)
+    killed = run(what, tmp_path / "killed", restart=False, console=quiet)
+    whole = run(what, tmp_path / "whole", restart=False, console=quiet)
+    for one, other in zip(killed, whole, strict=True):
+        a, b = one.gsm8k, other.gsm8k
+        assert [(item.id, item.correct, item.output_tokens) for item in a.items] == [
+            (item.id, item.correct, item.output_tokens) for item in b.items
+        ]
+        assert a.summary.accuracy == b.summary.accuracy
+        assert a.summary.accept_length == (
+            b.summary.accept_length and pytest.approx(b.summary.accept_length, rel=0.02)
+        )
