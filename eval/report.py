@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result schema of the demo, its table, and atomic JSON files."""
+"""Result schema of the demo, its table, and files written whole or not at all."""
 
 import json
 import os
@@ -42,9 +42,14 @@ class DemoReport(BaseModel):
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON so that a reader sees the old file or the whole new one."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text so that a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

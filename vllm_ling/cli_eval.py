@@ -187,3 +187,18 @@ def eval_compare(
     from vllm_ling.eval.compare import run
 
     raise typer.Exit(run(first, second, margin, as_json))
+
+
+@evaluation.command("report")
+def eval_report(
+    files: Annotated[
+        list[Path], typer.Argument(help="Result files; the others are compared with the first.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where the HTML page goes.")],
+    markdown: Annotated[str | None, typer.Option(help="Where the markdown text goes; - for stdout.")] = None,
+    margin: Annotated[float, typer.Option(help="Largest loss of accuracy that passes.")] = 0.01,
+) -> None:
+    """Result files as one self-contained page: figures, plots, paired comparison, origin."""
+    from vllm_ling.eval.html_report import run
+
+    run(files, out, markdown, margin)
