@@ -59,10 +59,10 @@ class Script:
 
     def answer(self, body: dict[str, Any]) -> list[str]:
         """The tokens for a chat or completion request; with `ignore_eos` as many as asked for."""
-        most = int(body["max_tokens"])
+        most = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
         if body.get("ignore_eos"):
             return ["abc"] * most
-        said = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+        said = text_of(body["messages"][-1]) if "messages" in body else str(body["prompt"])
         return [*tokenize(self.answers.get(_question(said), "#### 0")), ""][:most]
 
     def steps(self, tokens: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
@@ -80,6 +80,12 @@ class Script:
                         self.accepted_at[position] += 1
             yield list(tokens[done : done + width]), done + width >= len(tokens)
             done += width
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """A chat message's text, whether it is one string or a list of parts."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def tokenize(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_ling.errors import LingError
 from vllm_ling.eval.metrics import ACCEPTED, ACCEPTED_AT, DRAFTS
-from vllm_ling.eval.mock_script import Script, parse_failures, tokenize
+from vllm_ling.eval.mock_script import Script, parse_failures, text_of, tokenize
 from vllm_ling.metrics import names
 from vllm_ling.tiny.problems import HELDOUT_PATH
 
@@ -132,7 +132,7 @@ def handler(
 def prompt_tokens(body: dict[str, Any]) -> int:
     """Tokens of a request's prompt: ids as they are, text in the mock's tokens."""
     if "messages" in body:
-        return sum(len(tokenize(message["content"])) for message in body["messages"])
+        return sum(len(tokenize(text_of(message))) for message in body["messages"])
     prompt = body["prompt"]
     return len(prompt) if isinstance(prompt, list) else len(tokenize(prompt))
 

@@ -75,6 +75,7 @@ FIGURES = (
     Figure("invalid", "invalid", decimals=0),
     Figure("truncated", "truncated", decimals=0),
     Figure("transport errors", "transport_errors", decimals=0),
+    Figure("without token counts", "unmeasured", decimals=0),
     Figure("tok/s", "tok_per_s"),
     Figure("TPOT, ms", "tpot_ms"),
     Figure("TTFT, ms", "ttft_ms"),
