@@ -73,7 +73,7 @@ def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
             accepted = min(text.matches(last), kept)
             emitted = min(accepted + 1, left)
             if gate is not None:
-                gate.observe(probabilities, kept, accepted, accepted + 1)
+                gate.observe(probabilities, kept, accepted)
             cost += costs.draft * made + costs.verify[kept + 1]
             rounds, tokens, last = rounds + 1, tokens + emitted, last + emitted
             drafted, verified = drafted + made, verified + kept

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_ling.quant.jit import Gpu, Kernel, build
+from vllm_ling.quant.jit import Gpu
+from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 2, 4, 8)
 _PIECE_BYTES, _SUM_STRIDE, _SHARED_PARTS = 2176, 132, 3
@@ -195,20 +196,18 @@ class MoEDecoder:
             CompileError: with the compiler's log.
             ValueError: the shape or the GPU is not supported.
         """
-        reason = unsupported(shape)
-        plans = [p for tokens in TOKEN_COUNTS if (p := plan(shape, tokens, gpu))]
-        if reason or not plans:
-            raise ValueError(reason or f"{gpu.shared_bytes} bytes of shared memory are too few for {shape}")
-        self.shape, self._pdl, self.origins = shape, pdl, {}
-        self._kernels: dict[int, tuple[MoEPlan, Kernel]] = {}
-        for p in plans:
-            built = build("moe_block.cu", defines(shape, p, pdl), gpu.arch, cache)
-            self.origins[p.tokens] = built.origin
-            self._kernels[p.tokens] = (p, Kernel(built.cubin, "moe_block", p.shared_bytes))
-        self.max_tokens = plans[-1].tokens
+        if reason := unsupported(shape):
+            raise ValueError(reason)
+        plans = [plan(shape, tokens, gpu) for tokens in TOKEN_COUNTS]
+        self._kernels = KernelFamily(
+            "moe_block.cu", shape, plans, lambda p: defines(shape, p, pdl), gpu, cache
+        )
+        self.shape, self._pdl = shape, pdl
+        self.origins, self.max_tokens = self._kernels.origins, self._kernels.max_tokens
         # One buffer per token count: each keeps the counters of its own layout at zero between launches.
         self._scratch = {
-            p.tokens: torch.zeros(p.scratch_bytes, dtype=torch.uint8, device=device) for p in plans
+            p.tokens: torch.zeros(p.scratch_bytes, dtype=torch.uint8, device=device)
+            for p in self._kernels.plans
         }
 
     def __call__(
@@ -237,7 +236,7 @@ class MoEDecoder:
             topk: (float32, int32) [tokens, top_k] that receive the routing, or None.
         """
         tokens = x.shape[0]
-        p, kernel = self._kernels[next(n for n in self._kernels if n >= tokens)]
+        p, kernel = self._kernels.pick(tokens)
         weights, ids = topk or (None, None)
         tensors = (
             *(x, residual, w.gate, w.bias, expert_map, w.w13, w.s13, w.w2, w.s2),

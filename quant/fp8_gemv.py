@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_ling.quant.jit import Gpu, Kernel, build
+from vllm_ling.quant.jit import Gpu
+from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 4, 8, 16)
 _BLOCK_BYTES = 2048
@@ -105,17 +106,14 @@ class Fp8Gemv:
             CompileError: with the compiler's log.
             ValueError: the shape or the GPU is not supported.
         """
-        reason = unsupported(shape)
-        plans = [p for tokens in TOKEN_COUNTS if (p := plan(shape, tokens, gpu))]
-        if reason or not plans:
-            raise ValueError(reason or f"{gpu.shared_bytes} bytes of shared memory are too few for {shape}")
-        self.shape, self._pdl, self.origins = shape, pdl, {}
-        self._kernels: dict[int, tuple[GemvPlan, Kernel]] = {}
-        for p in plans:
-            built = build("fp8_gemv.cu", defines(shape, p, pdl), gpu.arch, cache)
-            self.origins[p.tokens] = built.origin
-            self._kernels[p.tokens] = (p, Kernel(built.cubin, "fp8_gemv", p.shared_bytes))
-        self.max_tokens = plans[-1].tokens
+        if reason := unsupported(shape):
+            raise ValueError(reason)
+        plans = [plan(shape, tokens, gpu) for tokens in TOKEN_COUNTS]
+        self._kernels = KernelFamily(
+            "fp8_gemv.cu", shape, plans, lambda p: defines(shape, p, pdl), gpu, cache
+        )
+        self.shape, self._pdl = shape, pdl
+        self.origins, self.max_tokens = self._kernels.origins, self._kernels.max_tokens
         columns = 16 if shape.argmax else 0
         self._best = torch.empty(gpu.sms * columns, 2, dtype=torch.float32, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
@@ -131,7 +129,7 @@ class Fp8Gemv:
             scales: float32 [rows], or [ceil(rows / 128), k / 128].
             out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties.
         """
-        p, kernel = self._kernels[next(n for n in self._kernels if n >= x.shape[0])]
+        p, kernel = self._kernels.pick(x.shape[0])
         y, ids = (0, out.data_ptr()) if self.shape.argmax else (out.data_ptr(), 0)
         pointers = (x.data_ptr(), weight.data_ptr(), scales.data_ptr(), y, self._best.data_ptr())
         values = (*pointers, self._counter.data_ptr(), ids, x.shape[0], self.shape.rows)

@@ -56,7 +56,7 @@ class LingFp8LinearMethod(Fp8LinearMethod):
     _handle = -1
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        stored, reason = block_scales(layer)
+        stored, _ = block_scales(layer)
         first_rows = layer.weight[:128].clone()
         super().process_weights_after_loading(layer)
         scales, reason = block_scales(layer)

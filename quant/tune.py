@@ -8,6 +8,7 @@ server its compilation at the first start.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.errors import LingError
@@ -75,24 +76,20 @@ def gemv_shapes(shape: LingShape) -> list[GemvShape]:
 def jobs(shape: LingShape, gpu: Gpu) -> Iterator[Job]:
     """Everything to build for a model, with programmatic dependent launch as in serving."""
     if shape.fmt == "fp4":
-        moe = moe_shape(shape)
-        for tokens in decode_moe.TOKEN_COUNTS:
-            label = f"MoE block, {tokens} tokens"
-            reason = decode_moe.unsupported(moe)
-            plan = None if reason else decode_moe.plan(moe, tokens, gpu)
-            if plan is None:
-                yield Job(label, "moe_block.cu", None, reason or "too little shared memory")
-            else:
-                yield Job(label, "moe_block.cu", decode_moe.defines(moe, plan, pdl=True))
+        yield from _jobs("MoE block", "moe_block.cu", decode_moe, moe_shape(shape), gpu)
     for matrix in gemv_shapes(shape):
-        for tokens in fp8_gemv.TOKEN_COUNTS:
-            label = f"FP8 {matrix.rows} x {matrix.k}, {tokens} tokens"
-            reason = fp8_gemv.unsupported(matrix)
-            found = None if reason else fp8_gemv.plan(matrix, tokens, gpu)
-            if found is None:
-                yield Job(label, "fp8_gemv.cu", None, reason or "too little shared memory")
-            else:
-                yield Job(label, "fp8_gemv.cu", fp8_gemv.defines(matrix, found, pdl=True))
+        yield from _jobs(f"FP8 {matrix.rows} x {matrix.k}", "fp8_gemv.cu", fp8_gemv, matrix, gpu)
+
+
+def _jobs(what: str, source: str, planner: Any, shape: MoEShape | GemvShape, gpu: Gpu) -> Iterator[Job]:
+    """One kernel per token count; `planner` is the module beside the kernel, which plans its launches."""
+    reason = planner.unsupported(shape)
+    for tokens in planner.TOKEN_COUNTS:
+        label, plan = f"{what}, {tokens} tokens", None if reason else planner.plan(shape, tokens, gpu)
+        if plan is None:
+            yield Job(label, source, None, reason or "too little shared memory")
+        else:
+            yield Job(label, source, planner.defines(shape, plan, pdl=True))
 
 
 def run(model: str, gpu_name: str | None) -> int:

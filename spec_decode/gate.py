@@ -94,21 +94,20 @@ class DraftGate:
             keep = index + 1
         return keep
 
-    def observe(self, probabilities: Sequence[float], verified: int, accepted: int, emitted: int) -> None:
+    def observe(self, probabilities: Sequence[float], verified: int, accepted: int) -> None:
         """The outcome of a round.
 
         Args:
             probabilities: the draft's, one per draft step made.
             verified: how many of them were verified.
-            accepted: how many of those were accepted.
-            emitted: tokens that the round gave (accepted and the target's own).
+            accepted: how many of those were accepted; the round then gave one token more, the target's own.
         """
         for index in range(min(accepted + 1, verified)):
             self._calibration.observe(probabilities[index], index < accepted)
         for index, probability in enumerate(probabilities):
             self._next_chance[index] += 0.1 * (self.chance(probability) - self._next_chance[index])
         cost = self._costs.draft * len(probabilities) + self._costs.verify[verified + 1]
-        self._per_token += _RECENT * emitted * (cost / emitted - self._per_token)
+        self._per_token += _RECENT * (cost - (accepted + 1) * self._per_token)
         # A position that is never drafted would keep its last estimate for ever: let it drift back to curiosity.
         for index in range(len(probabilities), self._most):
             self._next_chance[index] += 0.002 * (0.9 - self._next_chance[index])

@@ -12,13 +12,9 @@ from vllm_ling.quant import decode_moe, fp8_gemv, jit
 from vllm_ling.quant.decode_moe import MoEShape
 from vllm_ling.quant.fp8_gemv import GemvShape
 from vllm_ling.quant.jit import Gpu
+from vllm_ling.quant.tune import GPUS as CARDS
 
-# Multiprocessors and the shared memory a CTA may use (bytes) of the cards that the project names.
-GPUS = {
-    "H200": Gpu("sm_90a", 132, 227 * 1024),
-    "GB10": Gpu("sm_121a", 48, 99 * 1024),
-    "RTX PRO 6000": Gpu("sm_120a", 188, 99 * 1024),
-}
+GPUS = {name: CARDS[name] for name in ("h200", "gb10", "rtx-pro-6000")}  # an H100's kernels are the H200's
 FLASH = MoEShape(hidden=2560, intermediate=768, experts=512, top_k=8, groups=8, top_groups=4)
 TINY = MoEShape(hidden=256, intermediate=128, experts=32, top_k=4, groups=4, top_groups=2)
 GEMV: dict[str, int | str] = {
@@ -46,13 +42,13 @@ def test_moe_compiles_within_the_limits(gpu: Gpu, shape: MoEShape, tokens: int) 
 
 
 def test_moe_refuses_a_gpu_without_room() -> None:
-    assert decode_moe.plan(FLASH, 8, GPUS["GB10"]) is None
-    assert decode_moe.plan(FLASH, 8, GPUS["H200"]) is not None
+    assert decode_moe.plan(FLASH, 8, GPUS["gb10"]) is None
+    assert decode_moe.plan(FLASH, 8, GPUS["h200"]) is not None
 
 
 @pytest.mark.parametrize("name", ["scratch_bytes", "shared_bytes"])
 def test_buffers_too_small_do_not_compile(name: str) -> None:
-    plan = decode_moe.plan(TINY, 1, GPUS["H200"])
+    plan = decode_moe.plan(TINY, 1, GPUS["h200"])
     assert plan is not None
     short = dataclasses.replace(plan, **{name: getattr(plan, name) - 512})
     with pytest.raises(jit.CompileError, match=r"decode_moe\.py"):
@@ -77,7 +73,7 @@ def test_gemv_compiles_within_the_limits(gpu: Gpu, shape: GemvShape) -> None:
 )
 def test_gemv_plan_balances_the_sms(shape: GemvShape, most: float) -> None:
     """The busiest SM reads at most a few percent more than the average one."""
-    plan = fp8_gemv.plan(shape, 1, GPUS["H200"])
+    plan = fp8_gemv.plan(shape, 1, GPUS["h200"])
     assert plan is not None
     tiles, blocks = -(-shape.rows // 16), shape.k // 128
     rounds = -(-tiles // (plan.ctas * (plan.warps // plan.ksplit)))

@@ -56,11 +56,11 @@ def test_hopeless_drafts_are_given_up() -> None:
 def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
     gate = DraftGate(COSTS, MOST)
     for _ in range(400):
-        gate.observe([0.1], 1, 0, 1)
+        gate.observe([0.1], 1, 0)
     assert gate.verify([gate.chance(0.1)]) == 0
     rounds = 0
     while not gate.draft_more([]) and rounds < 5000:
-        gate.observe([], 0, 0, 1)
+        gate.observe([], 0, 0)
         rounds += 1
     assert rounds < 1000, "never tried again"
 
