@@ -29,6 +29,7 @@ class EngineSpec:
         top_logits: also return this many raw logits per generated token.
         draft_tokens: MTP draft tokens, 0 for no speculation.
         options: the `ling` section of additional_config.
+        sampling: fields of SamplingParams in place of greedy decoding; prompt n is sampled with seed n.
     """
 
     name: str
@@ -41,6 +42,7 @@ class EngineSpec:
     top_logits: int = 0
     draft_tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -166,14 +168,19 @@ def _run(spec: EngineSpec) -> EngineRun:
         for output in llm.generate(asked, params, use_tqdm=False):
             row = output.outputs[0].logprobs[0]
             logits.append([row[token].logprob for token in range(len(row))])
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=spec.max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=spec.top_logits or None,
-    )
-    outputs = [output.outputs[0] for output in llm.generate(asked, params, use_tqdm=False)]
+    fields = {"temperature": 0.0, **spec.sampling}
+    each = [
+        SamplingParams(
+            max_tokens=spec.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=spec.top_logits or None,
+            seed=number if spec.sampling else None,
+            **fields,
+        )
+        for number in range(len(asked))
+    ]
+    outputs = [output.outputs[0] for output in llm.generate(asked, each, use_tqdm=False)]
     counters = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     run = EngineRun(
         name=spec.name,

