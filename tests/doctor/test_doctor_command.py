@@ -86,7 +86,12 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"words": []}, "name a model"),
         ({"words": ["m"], "interval_s": 0}, "--interval"),
-        ({"words": [], "url": "file:///etc/passwd"}, "must start with http"),
+        ({"words": ["m"], "interval_s": float("nan")}, "--interval"),
+        ({"words": [], "url": "file:///etc/passwd"}, "must be like http"),
+        ({"words": [], "url": "localhost:8000"}, "must be like http"),
+        ({"words": [], "url": "http://"}, "must be like http"),
+        ({"words": [], "url": "http://host:99999"}, "must be like http"),
+        ({"words": [], "url": "http://[::1"}, "must be like http"),
     ],
 )
 def test_bad_use(arguments: dict[str, object], message: str) -> None:

@@ -59,6 +59,8 @@ def read_checkpoint(facts: Facts, model: str) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise LingError(f"{path.name}: not a file")
         with path.open("rb") as file:
             text = file.read(_MAX_JSON + 1)
         if len(text) > _MAX_JSON:

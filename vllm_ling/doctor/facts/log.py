@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts from a server log of any size and content: bounded memory and time, the last server start counts.
 
-At most HEAD bytes from the start and TAIL bytes from the end are read: what a start says stands at its beginning, what
-serving says lately at the end. Lines longer than LINE are cut. Nothing that was read is executed.
+Nothing that was read is executed, and a damaged line takes only its own facts away.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from vllm_ling.doctor.facts import log_lines
+from vllm_ling.doctor.facts.drafts import accept_length, draft_tokens
 from vllm_ling.doctor.facts.settings import put_settings
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.phrases import PHRASES, known_version
 from vllm_ling.doctor.text import clean
 
-HEAD = TAIL = 16 << 20
-LINE = 1 << 16
+# What a log can tell; recorded as missing, with the reason, where it does not.
+_KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
 _MARKED = re.compile("|".join(re.escape(phrase.marker) for phrase in PHRASES.values()))
 _WINDOWS = 6  # of ten seconds each: the last minute of speculation
 _ENGINE_WORDS = {
@@ -44,36 +45,25 @@ def read_log(facts: Facts, path: Path) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             reading = _Reading()
-            for line in _lines(file, size):
+            for line in log_lines.lines(file, size, PHRASES["arguments"].marker.encode()):
                 reading.add(line)
     except OSError as error:
-        facts.put("problem.log", f"{path.name}: cannot be read ({error.strerror or error})", str(path))
+        _unreadable(facts, path, f"cannot be read ({error.strerror or error})")
         return
     if size == 0:
-        facts.put("problem.log", f"{path.name}: the file is empty", str(path))
+        _unreadable(facts, path, "the file is empty")
     elif reading.binary > reading.total // 10:
-        facts.put("problem.log", f"{path.name}: binary data, not a log", str(path))
-        return
-    facts.put("log.bytes", size, str(path))
-    facts.put("log.skipped_bytes", max(0, size - HEAD - TAIL), str(path))
-    reading.state(facts, path.name)
+        _unreadable(facts, path, "binary data, not a log (a compressed one must be unpacked first)")
+    else:
+        facts.put("log.bytes", size, str(path))
+        facts.put("log.skipped_bytes", max(0, size - log_lines.HEAD - log_lines.TAIL), str(path))
+        reading.state(facts, path)
 
 
-def _lines(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Lines of the head and the tail; of a line longer than LINE only the beginning."""
-    yield from _bounded(file, min(size, HEAD))
-    if size > HEAD:
-        file.seek(max(HEAD, size - TAIL))
-        yield from _bounded(file, TAIL)
-
-
-def _bounded(file: BinaryIO, budget: int) -> Iterator[bytes]:
-    fresh = True
-    while budget > 0 and (line := file.readline(min(LINE, budget))):
-        budget -= len(line)
-        if fresh:
-            yield line
-        fresh = line.endswith(b"\n")
+def _unreadable(facts: Facts, path: Path, reason: str) -> None:
+    facts.put("problem.log", f"{path.name}: {reason}", str(path))
+    for key in _KEYS:
+        facts.lacks(key, f"{path.name}: {reason}")
 
 
 class _Reading:
@@ -92,7 +82,7 @@ class _Reading:
     def add(self, raw: bytes) -> None:
         self.total += 1
         self.binary += b"\0" in raw
-        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        line = log_lines.text(raw)
         if not _MARKED.search(line):
             return
         if PHRASES["arguments"].marker in line:
@@ -107,7 +97,8 @@ class _Reading:
                 kept.append(groups)
                 del kept[:-64]
 
-    def state(self, facts: Facts, origin: str) -> None:
+    def state(self, facts: Facts, path: Path) -> None:
+        origin = path.name
         started = "engine" in self.once or "arguments" in self.once
         version = self.once["engine"][0] if "engine" in self.once else None
         if "bench" in self.once:
@@ -117,20 +108,26 @@ class _Reading:
                 facts.sources.discard("log")
                 return
         if not started:
-            for key in ("plugin.", "record.", "serve.", "log.", "recent."):
-                facts.lacks(key, f"{origin}: no start of a vLLM server in it")
+            _unreadable(facts, path, "no start of a vLLM server in it")
             return
         if version is not None:
             facts.put("server.version", clean(version, 40), origin)
             if not known_version(version):
-                for key in ("plugin.", "record.", "serve.", "log.", "recent."):
+                for key in _KEYS:
                     facts.lacks(key, f"{origin}: the log phrases of vLLM {clean(version, 40)} are not known")
                 return
-        self._arguments(facts, origin)
-        self._engine(facts, origin)
-        self._plugin(facts, origin)
-        self._phrases(facts, origin)
-        self._speculation(facts, origin)
+        parts: list[tuple[Callable[[Facts, str], None], str]] = [
+            (self._arguments, "serve."),
+            (self._engine, "engine."),
+            (self._plugin, "plugin."),
+            (self._phrases, "log."),
+            (self._speculation, "recent."),
+        ]
+        for part, key in parts:
+            try:
+                part(facts, origin)
+            except (ValueError, OverflowError) as error:
+                facts.lacks(key, f"{origin}: a line is damaged ({type(error).__name__}: {error})")
 
     def _arguments(self, facts: Facts, origin: str) -> None:
         if "arguments" not in self.once:
@@ -165,7 +162,7 @@ class _Reading:
             facts.put("engine.cudagraph_mode", found["cudagraph_mode"], origin)
         if "capture_sizes" in found:
             facts.put("engine.capture_sizes", ast.literal_eval(found["capture_sizes"]), origin)
-        facts.put("serve.k", int(found.get("k", 0)), origin)
+        facts.put("serve.k", draft_tokens(found.get("k", 0)), origin)
         facts.put("serve.method", found.get("method"), origin)
         facts.put("serve.tensor_parallel_size", int(found.get("tensor_parallel_size", 1)), origin)
         if "model" in found:
@@ -240,16 +237,17 @@ class _Reading:
         if not windows or not k:
             facts.lacks("recent.accept_length", f"{origin}: no line with speculation metrics")
             return
-        drafted = sum(int(window[2]) for window in windows)
-        drafts = drafted / k
-        facts.put("recent.drafts", drafts, f"{origin}, last {len(windows)} of vLLM's speculation lines")
-        if not drafts:
+        drafted = sum(float(window[2]) for window in windows)
+        if not drafted:
             facts.lacks("recent.accept_length", f"{origin}: nothing was drafted")
             return
+        drafts = drafted / k
+        length = accept_length(sum(float(window[1]) for window in windows), drafts, k)
         rates: list[Any] = [0.0] * k
         for window in windows:
-            share = int(window[2]) / drafted
+            share = float(window[2]) / drafted
             for position, rate in enumerate(window[3].split(", ")[:k]):
                 rates[position] += share * float(rate)
-        facts.put("recent.accept_length", 1 + sum(int(w[1]) for w in windows) / drafts, origin)
+        facts.put("recent.drafts", drafts, f"{origin}, last {len(windows)} of vLLM's speculation lines")
+        facts.put("recent.accept_length", length, origin)
         facts.put("recent.per_position", rates, origin)

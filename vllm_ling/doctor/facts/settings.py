@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ling.doctor.facts.drafts import draft_tokens
 from vllm_ling.doctor.facts.store import Facts
 
 # Setting -> vLLM's default where it does not depend on model or machine.
@@ -98,11 +99,10 @@ def put_settings(facts: Facts, given: Mapping[str, Any], origin: str) -> None:
     speculative = given.get("speculative_config")
     if isinstance(speculative, Mapping):
         facts.put("serve.method", str(speculative.get("method", "mtp")), origin)
-        k = speculative.get("num_speculative_tokens") or 1
-        if isinstance(k, int):
-            facts.put("serve.k", k, origin)
-        else:
-            facts.lacks("serve.k", f"{origin}: num_speculative_tokens is {k!r}")
+        try:
+            facts.put("serve.k", draft_tokens(speculative.get("num_speculative_tokens", 1)), origin)
+        except ValueError as error:
+            facts.lacks("serve.k", f"{origin}: num_speculative_tokens: {error}")
         facts.put("serve.draft_head_quantization", speculative.get("draft_lm_head_quantization"), origin)
     else:
         facts.put("serve.method", None, origin)
