@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.unit.checkpoint_files import Tensors, declared_tensors, write_checkpoint
 from vllm_ling.checkpoint.synthetic import mini_config
+from vllm_ling.doctor.facts import known as vllm_names
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
+from vllm_ling.doctor.facts.known import vllm_folder
 from vllm_ling.doctor.facts.log import read_log
 from vllm_ling.doctor.facts.server import parse_samples, put_samples
-from vllm_ling.doctor.facts.settings import parse_flags, put_settings
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.metrics.collector import LingCollector
 
@@ -144,6 +147,7 @@ class Evidence:
     files: Callable[[Path], None] | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     chat_template: bool = True
+    vllm_source: bool = True
 
     def facts(self, folder: Path) -> Facts:
         """Everything doctor would know, through its own readers."""
@@ -160,9 +164,11 @@ class Evidence:
             read_log(facts, folder / "server.log")
         model = None if self.config is None else str(self.checkpoint(folder / "model"))
         if self.words is not None:
-            facts.sources.add("static")
-            put_settings(facts, parse_flags([model or "no/such/model", *self.words]), "command line")
-        read_environment(facts, {"HOME": str(folder), **self.env})
+            put_command(facts, [model or "no/such/model", *self.words])
+        with mock.patch.object(vllm_names, "vllm_folder", vllm_folder if self.vllm_source else _no_vllm):
+            if not self.vllm_source:
+                vllm_names.known_flags.cache_clear()
+            read_environment(facts, {"HOME": str(folder), **self.env})
         read_checkpoint(facts, model or "no/such/model")
         return facts
 
@@ -178,6 +184,10 @@ class Evidence:
         if self.files is not None:
             self.files(folder)
         return folder
+
+
+def _no_vllm() -> Path:
+    raise OSError("vllm is not installed")
 
 
 STATIC = Evidence(words=WORDS)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.clean import CLEAN
-from tests.doctor.evidence import FOLDER, NO_GPU, Evidence
+from tests.doctor.evidence import FOLDER
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
 from vllm_ling.doctor.facts.log import read_log
 from vllm_ling.doctor.facts.server import parse_samples, put_samples
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import run_checks
@@ -64,7 +65,9 @@ def test_the_captured_trap_is_found(source: str, tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_before_serving(tmp_path: Path) -> None:
-    evidence = Evidence(words=("--dtype", "bfloat16"), config=None, gpu=NO_GPU)
-    facts = evidence.facts(tmp_path)
+    facts = Facts()
+    facts.put("gpu.names", [], "test")
+    put_command(facts, ["tiny-ling", "--dtype", "bfloat16"])
+    read_environment(facts, {"HOME": str(tmp_path)})
     read_checkpoint(facts, "tiny-ling")
     assert complaints(facts) == []

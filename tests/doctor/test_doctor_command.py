@@ -186,3 +186,56 @@ def test_this_machines_gpus_are_not_taken_for_the_servers(
     facts.put("engine.device", device, "test")
     run._server_gpus(facts)
     assert ("gpu.names" in facts) is known
+
+
+def test_one_reason_fills_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    result = doctor(str(tmp_path))
+    assert result.returncode == 3
+    assert result.stdout.count("no Ling-3.0 model (LlamaForCausalLM)") == 1
+    assert "fix: name a Ling-3.0 checkpoint" in result.stdout
+    missing = doctor(str(tmp_path / "absent"))
+    assert missing.returncode == 3
+    assert "neither a folder nor a model in the local cache" in missing.stdout.splitlines()[0]
+    assert "is not known" not in missing.stdout
+
+
+def test_a_log_of_another_program_or_another_model(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("nginx: started\n" * 10)
+    result = doctor("--log", str(log))
+    assert result.returncode == 3
+    assert result.stdout.startswith("UNKNOWN sources_readable: log: no start of a vLLM server in it")
+    assert "fix: name the server's own log" in result.stdout
+    log.write_text(
+        "\n".join(line for line in GPU_LOG.splitlines() if "vllm-ling: " not in line)
+        .replace("BailingMoeV3ForCausalLM", "LlamaForCausalLM")
+        .replace("BailingMoeV3MTPModel", "LlamaForCausalLM")
+    )
+    findings, _, _ = run.examine([], log=log)
+    assert {f.outcome for f in findings} == {"unknown"}
+    assert all("no Ling-3.0 model (LlamaForCausalLM" in f.evidence for f in findings)
+
+
+def test_the_summary_names_what_would_help() -> None:
+    assert "more checks need --log FILE or --url URL" in doctor("tiny-ling").stdout
+    assert (
+        "more checks need MODEL and its serve flags or --log FILE"
+        in doctor("--url", "http://127.0.0.1:9").stdout
+    )
+
+
+def test_json_stays_json_with_odd_values(tmp_path: Path) -> None:
+    result = doctor("tiny-ling", "--gpu-memory-utilization", "NaN", "--max-num-seqs", "Infinity", "--json")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(result.stdout, parse_constant=refuse)
+
+
+def test_a_reader_that_stops_is_no_crash() -> None:
+    command = f"{sys.executable} -m vllm_ling.cli doctor tiny-ling --json | head -c 10"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout == '{\n "findin'
+    assert "Traceback" not in result.stderr

@@ -15,8 +15,8 @@ from tests.doctor.evidence import CONFIG, GPU_LOG, STATIC, but
 from tests.doctor.faults.common import huge_header
 from vllm_ling.checkpoint.headers import INDEX
 from vllm_ling.doctor.facts import log_lines
+from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.doctor.facts.log import read_log
-from vllm_ling.doctor.facts.settings import parse_flags
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.registry import run_checks
 from vllm_ling.doctor.text import clean
@@ -258,7 +258,7 @@ def test_absurd_numbers_in_the_config(key: str, value: object, tmp_path: Path) -
     ],
 )
 def test_damaged_flags(words: list[str], tmp_path: Path) -> None:
-    parse_flags(words)
+    read_flags(words)
     facts = but(STATIC, words=tuple(words)).facts(tmp_path)
     assert outcomes(facts)["checkpoint_complete"] == "ok"
 

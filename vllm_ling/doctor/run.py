@@ -11,7 +11,7 @@ from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
 from vllm_ling.doctor.facts.gpu import read_gpus
 from vllm_ling.doctor.facts.log import read_log
-from vllm_ling.doctor.facts.settings import parse_flags, put_settings
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import all_checks, run_checks
@@ -89,19 +89,18 @@ def examine(
         read_server(facts, url, interval_s)
     if log is not None:
         read_log(facts, log)
-    if words:
-        facts.sources.add("static")
-        put_settings(facts, parse_flags(words), "command line")
+    named = put_command(facts, words) if words else None
     read_environment(facts, env)
     _server_gpus(facts)
-    model = facts.get("serve.model")
+    # A server may know its files under another path, or tell nothing but the name under which it serves them.
+    model = named or facts.get("serve.model") or facts.get("server.model_name")
     collecting = gc.isenabled()
     gc.disable()  # half a million small objects without cycles: looking for some takes a quarter of the time
     try:
         if model:
             read_checkpoint(facts, str(model))
         else:
-            facts.lacks("checkpoint.", "no source names the model")
+            facts.lacks("checkpoint.", "no source names the model; name it too: vllm-ling doctor MODEL ...")
         findings, idle = run_checks(facts)
     finally:
         if collecting:

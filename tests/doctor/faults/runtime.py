@@ -134,6 +134,19 @@ RUNTIME = [
         but(LOG, gpu=NO_GPU),
     ),
     Fault(
+        "no share of memory",
+        "unified_memory",
+        "fail",
+        "is no share",
+        but(
+            STATIC,
+            gpu=GB10,
+            words=words("--gpu-memory-utilization", "NaN", leave="--gpu-memory-utilization"),
+        ),
+        but(STATIC, gpu=GB10),
+        but(NO_LOG, gpu=GB10),
+    ),
+    Fault(
         "unified memory, narrow",
         "unified_memory",
         "warn",

@@ -20,6 +20,8 @@ def graphs_on(facts: Facts) -> Verdict:
         return fail(
             "--enforce-eager: CUDA graphs and compilation are off", "leave --enforce-eager out", _LAUNCHES
         )
+    if facts.get("serve.optimization_level") == 0 and "engine.cudagraph_mode" not in facts:
+        return fail("-O0: CUDA graphs and compilation are off", "leave -O out", _LAUNCHES)
     mode = facts.get("engine.cudagraph_mode", facts.get("serve.cudagraph_mode", "as vLLM chooses"))
     if facts.get("log.graphs_off") or str(mode).upper() == "NONE":
         return fail("cudagraph_mode is NONE", "leave cudagraph_mode out of --compilation-config", _LAUNCHES)

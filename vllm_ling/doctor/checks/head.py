@@ -61,6 +61,8 @@ def head_format(facts: Facts) -> Verdict:
 
 
 def _foretold(facts: Facts) -> tuple[str, str]:
+    if "_checkpoint.config" not in facts:
+        facts["checkpoint.format"]  # raises MissingFact with the reason
     config = facts["_checkpoint.config"]
     dtype = {"auto": config.get("torch_dtype") or config.get("dtype") or "bfloat16"}.get(
         facts["serve.dtype"], facts["serve.dtype"]

@@ -58,6 +58,8 @@ def unified_memory(facts: Facts) -> Verdict:
     share = facts["serve.gpu_memory_utilization"]
     share = _VLLM_DEFAULT if share is None else float(share)
     fix = "--gpu-memory-utilization 0.85"
+    if not 0 < share <= 1:
+        return fail(f"gpu_memory_utilization {share:g} is no share between 0 and 1", fix)
     if share >= UNIFIED_LIMIT:
         return fail(
             f"gpu_memory_utilization {share:g} on {facts['gpu.names'][0]}, which shares it with the system",

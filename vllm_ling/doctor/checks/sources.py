@@ -6,21 +6,26 @@ from vllm_ling.doctor.finding import Verdict, ok, unknown, warn
 from vllm_ling.doctor.phrases import VERSIONS, known_version
 from vllm_ling.doctor.registry import check
 
+# What mends a source that cannot be read.
+_MEND = {
+    "log": "name the server's own log, stdout and stderr from its start on: vllm-ling serve ... 2>&1 | tee server.log",
+    "metrics": "name the address of a running vLLM server: --url http://HOST:PORT, without --disable-log-stats",
+    "model": "name a checkpoint folder, or download the model first: hf download NAME",
+    "config": "name a folder with the checkpoint's config.json",
+    "headers": "see checkpoint_complete",
+}
+
 
 @check("static", "log", "live")
 def sources_readable(facts: Facts) -> Verdict:
     """Every source that was named can be read: log file, /metrics, config.json, safetensors headers.
 
-    A log that is binary, a page that never ends, a redirect to another host or a header that claims more bytes than the
-    file has is reported here and read no further; the checks that needed it are *unknown*.
+    A log that is binary or another program's, a page that never ends, a redirect to another host or a header that
+    claims more bytes than the file has is reported here and read no further; the checks that needed it are *unknown*.
     """
-    problems = [
-        facts[f"problem.{name}"]
-        for name in ("log", "metrics", "config", "headers")
-        if f"problem.{name}" in facts
-    ]
+    problems = {name: str(facts[f"problem.{name}"]) for name in _MEND if f"problem.{name}" in facts}
     if problems:
-        return unknown("; ".join(problems), "name a readable source, then ask again")
+        return unknown("; ".join(problems.values()), _MEND[next(iter(problems))])
     return ok(f"read: {', '.join(sorted(facts.sources))}")
 
 

@@ -119,6 +119,8 @@ def _counters(facts: Facts, before: Samples, after: Samples, origin: str) -> Non
     if phrases.RUNNING in after:
         running = max(total(before, phrases.RUNNING), total(after, phrases.RUNNING))
         facts.put("recent.running", running, origin)
+    for labels, _ in after.get(phrases.RUNNING, [])[:1]:
+        facts.put("server.model_name", labels.get("model_name"), origin)
     if phrases.SLEEP_STATE in after:
         states = _grouped(after, phrases.SLEEP_STATE, "sleep_state")
         facts.put("recent.discarded", states.get("discard_all", 0.0) > 0, origin)

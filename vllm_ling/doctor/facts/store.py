@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts: named values with their origin, and for what could not be found the reason why."""
 
+import math
 from typing import Any, Literal
 
 from vllm_ling.doctor.text import clean
@@ -43,7 +44,7 @@ class Facts:
             return self._known[key][0]
         prefixes = [key.rsplit(".", cut)[0] + "." for cut in range(1, key.count(".") + 1)]
         reasons = [reason for name in (key, *prefixes) for reason in self._reasons.get(name, [])]
-        raise MissingFact(f"{key} is not known" + (f": {'; '.join(reasons)}" if reasons else ""))
+        raise MissingFact("; ".join(dict.fromkeys(reasons)) or f"{key} is not known")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a fact that a check can do without."""
@@ -68,6 +69,8 @@ def _plain(value: Any) -> Any:
         return {clean(key): _plain(item) for key, item in list(value.items())[:200]}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in list(value)[:200]]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     if value is None or isinstance(value, bool | int | float):
         return value
     return clean(value)
