@@ -162,7 +162,7 @@ def level_2_sleep(facts: Facts) -> Verdict:
     if sleeps is None and "log.slept_level_2" in facts:
         sleeps = int(facts["log.slept_level_2"])
     if sleeps is None:
-        sleeps = facts["recent.level_2_sleeps"]
+        sleeps = facts["recent.level_2_sleeps" if "live" in facts.sources else "log.slept_level_2"]
     if sleeps or facts.get("recent.discarded"):
         return fail(
             "the server went through a level-2 sleep: the draft's weights were discarded, and only the target's "

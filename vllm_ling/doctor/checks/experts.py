@@ -2,7 +2,7 @@
 """Which kernels run the routed experts and the FP8 projections."""
 
 from vllm_ling.doctor import costs
-from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.facts.store import Facts, MissingFact
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
@@ -28,6 +28,13 @@ def device(facts: Facts) -> str:
         if "cpu" in str(facts.get("installed.vllm", "")) or facts.get("installed.cpu_build"):
             return "cpu"
     return str(facts["engine.device"])
+
+
+def _reason(facts: Facts, key: str) -> str:
+    try:
+        return f"{key}: {facts[key]}"
+    except MissingFact as missing:
+        return str(missing)
 
 
 def _backends(facts: Facts) -> list[str]:
@@ -153,9 +160,10 @@ def moe_activations(facts: Facts) -> Verdict:
     Both are legal for Ling's MXFP4 experts, but they are not the same model: benchmark and evaluation must name the one
     that ran. A request for 8 bits that vLLM could not honour is a silent change.
     """
-    if "log.moe_activation_fallback" in facts:
+    fallback = facts["log.moe_activation_fallback"] if "log" in facts.sources else None
+    if fallback:
         return fail(
-            facts["log.moe_activation_fallback"],
+            fallback,
             "leave the activation request out, or choose a backend that has it",
         )
     if facts.get("checkpoint.format", "fp4") != "fp4":
@@ -190,12 +198,16 @@ def deep_gemm_scales(facts: Facts) -> Verdict:
     switched_off = (
         variables.get("VLLM_USE_DEEP_GEMM") == "0" or variables.get("VLLM_USE_DEEP_GEMM_E8M0") == "0"
     )
-    kernels = facts.get("log.linear_kernels")
+    kernels = facts["log.linear_kernels"] if facts.sources == {"log"} else facts.get("log.linear_kernels")
     uses = kernels is not None and any("DeepGemm" in name for name in kernels)
     if facts.get("log.e8m0") and (uses or kernels is None):
         return fail(
             f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}",
             "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
+        )
+    if uses and not switched_off and "log.e8m0" not in facts:
+        return unknown(
+            f"block-FP8 layers on DeepGEMM; {_reason(facts, 'log.e8m0')}", "VLLM_USE_DEEP_GEMM_E8M0=0"
         )
     if kernels:
         return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")

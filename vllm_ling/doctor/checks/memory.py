@@ -79,7 +79,8 @@ def prefix_caching(facts: Facts) -> Verdict:
     """
     enabled = facts["engine.enable_prefix_caching"]
     asked = facts.get("serve.enable_prefix_caching")
-    why = (facts.get("log.prefix_off") or [""])[0]
+    # Only a log can tell that it was switched off in between; a log that cannot is no evidence.
+    why = (facts["log.prefix_off"] or [""])[0] if "log" in facts.sources else ""
     if asked and (not enabled or why):
         return fail(
             f"--enable-prefix-caching was asked for, but it is off{': ' + why if why else ''}",

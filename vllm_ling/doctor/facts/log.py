@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_ling.doctor.facts import log_lines
+from vllm_ling.doctor.facts import log_lines, wording
 from vllm_ling.doctor.facts.drafts import accept_length, draft_tokens
 from vllm_ling.doctor.facts.settings import put_settings
 from vllm_ling.doctor.facts.store import Facts
@@ -19,6 +19,27 @@ from vllm_ling.doctor.text import clean
 
 # What a log can tell; recorded as missing, with the reason, where it does not.
 _KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
+# Phrase -> facts that it states, also by its absence.
+_TELLS = {
+    "moe_mxfp4": ("log.moe_backend", "log.moe_format"),
+    "moe_fp8": ("log.moe_backend", "log.moe_format"),
+    "moe_int4": ("log.moe_backend", "log.moe_format"),
+    "moe_unquantized": ("log.moe_backend", "log.moe_format"),
+    "moe_mxfp4_fallback": ("log.moe_activation_fallback",),
+    "linear_kernel": ("log.linear_kernels",),
+    "e8m0": ("log.e8m0",),
+    "runner_v1": ("log.runner",),
+    "graphs_off": ("log.graphs_off",),
+    "kv_cache": ("log.kv_concurrency",),
+    "prefix_off": ("log.prefix_off",),
+    "unknown_variable": ("log.unknown_variables",),
+    "compiled": ("log.compiled",),
+    "cached": ("log.compiled", "log.compile_cached"),
+    "draft_model": ("log.draft_loaded",),
+    "asleep": ("log.slept_level_2",),
+    "spec_metrics": ("recent.accept_length", "recent.per_position"),
+    "engine_stats": ("recent.running",),
+}
 _MARKED = re.compile("|".join(re.escape(phrase.marker) for phrase in PHRASES.values()))
 _WINDOWS = 6  # of ten seconds each: the last minute of speculation
 _ENGINE_WORDS = {
@@ -72,6 +93,7 @@ class _Reading:
     def __init__(self) -> None:
         self.total = self.binary = self.cold_starts = 0
         self.once: dict[str, list[str]] = {}
+        self.gone: dict[str, str] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -123,11 +145,14 @@ class _Reading:
             (self._phrases, "log."),
             (self._speculation, "recent."),
         ]
-        for part, key in parts:
-            try:
-                part(facts, origin)
-            except (ValueError, OverflowError) as error:
-                facts.lacks(key, f"{origin}: a line is damaged ({type(error).__name__}: {error})")
+        self.gone = wording.vanished(version or "")
+        unsaid = {key: self.gone[name] for name, keys in _TELLS.items() if name in self.gone for key in keys}
+        with facts.withholding(unsaid):
+            for part, key in parts:
+                try:
+                    part(facts, origin)
+                except (ValueError, OverflowError) as error:
+                    facts.lacks(key, f"{origin}: a line is damaged ({type(error).__name__}: {error})")
 
     def _arguments(self, facts: Facts, origin: str) -> None:
         if "arguments" not in self.once:
@@ -180,6 +205,8 @@ class _Reading:
             cause = self.every.get("plugin_error", [[""]])[0][0]
             facts.put("plugin.state", "failed to import", origin)
             facts.put("plugin.reason", cause or "see the traceback in the log", origin)
+        elif "plugin_failed" in self.gone:
+            facts.lacks("plugin.state", self.gone["plugin_failed"])
         elif "engine" in self.once:
             facts.put("plugin.state", "absent", origin)
         facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
@@ -198,6 +225,8 @@ class _Reading:
             facts.lacks("log.moe_backend", f"{origin}: no line names the MoE backend")
         if "engine" in self.once:
             facts.put("log.prefix_off", [g[0] for g in self.every.get("prefix_off", [])][:1], origin)
+            fallback = self.once.get("moe_mxfp4_fallback", [None])[0]
+            facts.put("log.moe_activation_fallback", fallback, origin)
             facts.put("log.graphs_off", "graphs_off" in self.once, origin)
             facts.put("log.graphs_captured", "graphs_done" in self.once, origin)
             facts.put("log.compiled", len(self.every.get("compiled", [])), origin)
@@ -224,8 +253,6 @@ class _Reading:
             facts.put("serve.max_model_len_resolved", int(length.replace(",", "")), origin)
         else:
             facts.lacks("log.kv_concurrency", f"{origin}: no line with the KV cache's size")
-        if "moe_mxfp4_fallback" in self.once:
-            facts.put("log.moe_activation_fallback", self.once["moe_mxfp4_fallback"][0], origin)
         if "engine_stats" in self.once:
             facts.put(
                 "recent.running", max(int(g[0]) for g in self.every["engine_stats"][-_WINDOWS:]), origin

@@ -2,6 +2,8 @@
 """Facts: named values with their origin, and for what could not be found the reason why."""
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from vllm_ling.doctor.text import clean
@@ -20,10 +22,23 @@ class Facts:
         self.sources: set[Source] = set()
         self._known: dict[str, tuple[Any, str]] = {}
         self._reasons: dict[str, list[str]] = {}
+        self._withheld: Mapping[str, str] = {}
+
+    @contextmanager
+    def withholding(self, reasons: Mapping[str, str]) -> Iterator[None]:
+        """While it lasts, these keys cannot be stated: their source does not say what it used to say."""
+        self._withheld = reasons
+        for key, reason in reasons.items():
+            self.lacks(key, reason)
+        try:
+            yield
+        finally:
+            self._withheld = {}
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """States a fact unless one is already known."""
-        self._known.setdefault(key, (value, origin))
+        if key not in self._withheld:
+            self._known.setdefault(key, (value, origin))
 
     def lacks(self, key: str, reason: str) -> None:
         """Records why a source could not state `key` (or the keys below it, `prefix.`)."""
