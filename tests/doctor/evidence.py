@@ -27,8 +27,19 @@ from vllm_ling.metrics.collector import LingCollector
 FOLDER = Path(__file__).parent / "evidence"
 GPU_LOG = (FOLDER / "gpu-0.33.log").read_text()
 CONFIG = mini_config("flash", "fp4", mtp=True, clamp=4)
-H200 = {"gpu.names": ["NVIDIA H200"], "gpu.capability": 90, "gpu.unified": False}
-GB10 = {"gpu.names": ["NVIDIA GB10"], "gpu.capability": 121, "gpu.unified": True}
+H200 = {
+    "gpu.names": ["NVIDIA H200"],
+    "gpu.capability": 90,
+    "gpu.unified": False,
+    "gpu.memory_bytes": 150_754_820_096,
+}
+GB10 = {
+    "gpu.names": ["NVIDIA GB10"],
+    "gpu.capability": 121,
+    "gpu.unified": True,
+    "gpu.memory_bytes": 128_500_000_000,
+    "gpu.available_bytes": 121_000_000_000,
+}
 NO_GPU: dict[str, Any] = {"gpu.names": []}
 FLAGS = (
     "--max-num-seqs 4 --max-model-len 32768 --gpu-memory-utilization 0.85 --moe-backend humming "
@@ -152,7 +163,7 @@ class Evidence:
     def facts(self, folder: Path) -> Facts:
         """Everything doctor would know, through its own readers."""
         facts = Facts()
-        for key, value in {**self.known, **self.gpu}.items():
+        for key, value in {"installed.humming": True, **self.known, **self.gpu}.items():
             facts.put(key, value, "test")
         if self.live is not None:
             facts.sources.add("live")

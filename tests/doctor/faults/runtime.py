@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injected faults: graphs, caches, memory and requests."""
 
-from tests.doctor.evidence import GB10, LIVE, LOG, NO_GPU, STATIC, but, lines, live, without
+from tests.doctor.evidence import GB10, H200, LIVE, LOG, NO_GPU, STATIC, but, lines, live, without
 from tests.doctor.faults.common import (
     IDLE,
     LENGTH_LIMIT,
@@ -132,6 +132,33 @@ RUNTIME = [
         but(STATIC, gpu=GB10, words=words(leave="--gpu-memory-utilization")),
         but(STATIC, gpu=GB10),
         but(LOG, gpu=NO_GPU),
+    ),
+    Fault(
+        "weights larger than memory",
+        "weights_fit",
+        "fail",
+        "a smaller model",
+        but(STATIC, gpu={**H200, "gpu.memory_bytes": 1_000_000}),
+        STATIC,
+        but(STATIC, gpu={"gpu.names": ["NVIDIA GB10"]}),
+    ),
+    Fault(
+        "weights leave no room",
+        "weights_fit",
+        "warn",
+        "are left",
+        but(STATIC, gpu={**H200, "gpu.memory_bytes": 1_000_000_000}),
+        STATIC,
+        but(STATIC, config=None),
+    ),
+    Fault(
+        "unified memory in use",
+        "unified_memory",
+        "fail",
+        "--gpu-memory-utilization 0.46",
+        but(STATIC, gpu={**GB10, "gpu.available_bytes": 60_000_000_000}),
+        but(STATIC, gpu=GB10),
+        but(STATIC, gpu={key: GB10[key] for key in GB10 if key != "gpu.available_bytes"}),
     ),
     Fault(
         "no share of memory",

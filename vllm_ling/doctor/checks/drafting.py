@@ -71,12 +71,17 @@ def draft_positions(facts: Facts) -> Verdict:
     dead = [number for number, rate in enumerate(rates, 1) if rate < DEAD]
     shown = ", ".join(f"{rate:.0%}" for rate in rates)
     if len(dead) == len(rates):
-        return fail(f"no position is accepted ({shown})", "see accept_length")
+        return fail(
+            f"no position is accepted ({shown})",
+            "see accept_length; until it is mended, leave --speculative-config out",
+            costs.useless_drafts(facts, len(rates), 0),
+        )
     if dead:
         useful = dead[0] - 1
         return warn(
             f"position {dead[0]} of {len(rates)} is never accepted ({shown})",
             f"num_speculative_tokens {useful}",
+            costs.useless_drafts(facts, len(rates), useful),
         )
     return ok(f"accepted per position: {shown}")
 
@@ -168,5 +173,6 @@ def level_2_sleep(facts: Facts) -> Verdict:
             "the server went through a level-2 sleep: the draft's weights were discarded, and only the target's "
             "are loaded again",
             "restart the server, or sleep with level 1",
+            costs.useless_drafts(facts, facts["serve.k"], 0),
         )
     return ok("no level-2 sleep since the start")

@@ -2,7 +2,7 @@
 """Which kernels run the routed experts and the FP8 projections."""
 
 from vllm_ling.doctor import costs
-from vllm_ling.doctor.facts.store import Facts, MissingFact
+from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
@@ -30,13 +30,6 @@ def device(facts: Facts) -> str:
     return str(facts["engine.device"])
 
 
-def _reason(facts: Facts, key: str) -> str:
-    try:
-        return f"{key}: {facts[key]}"
-    except MissingFact as missing:
-        return str(missing)
-
-
 def _backends(facts: Facts) -> list[str]:
     """Names of the backends that run the experts, from vLLM's log or the plugin's own record."""
     if "log.moe_backend" in facts:
@@ -62,13 +55,15 @@ def _asked(facts: Facts) -> str:
     return str(next((name for name in (option, nested, asked) if name not in ("auto", None)), "auto"))
 
 
-@check("log", "live")
+@check("static", "log", "live")
 def moe_backend(facts: Facts) -> Verdict:
     """The routed experts run on a fast backend for this GPU, and on the one that was asked for.
 
     On a GB10 vLLM picks Marlin by itself; Humming must be asked for. Emulation dequantizes at every call, and experts
     that became BF16 read almost four times the bytes.
     """
+    if facts.sources == {"static"}:
+        return _backend_to_come(facts)
     fmt, names = facts.get("log.moe_format") or _format(facts), _backends(facts)
     shown, asked = ", ".join(names), _asked(facts)
     if facts.get("checkpoint.format") == "fp4" and fmt == "unquantized":
@@ -90,6 +85,7 @@ def moe_backend(facts: Facts) -> Verdict:
             return fail(
                 f"{asked} was asked for, but the experts run on {shown}",
                 "see the server log for vLLM's reason",
+                _humming(facts.get("gpu.capability")) if asked == "humming" else "",
             )
     capability = facts.get("gpu.capability")
     if any("MARLIN" in name.upper() for name in names) and asked == "auto" and fmt == "mxfp4":
@@ -107,7 +103,34 @@ def moe_backend(facts: Facts) -> Verdict:
     return ok(f"{fmt or 'experts'} on {shown}")
 
 
-def _humming(capability: int) -> str:
+def _backend_to_come(facts: Facts) -> Verdict:
+    """Before serving: what vLLM would choose on this GPU by itself, and whether what was asked for is installed."""
+    if device(facts) == "cpu":
+        return ok("on a CPU the experts run in torch")
+    if facts["checkpoint.format"] != "fp4":
+        return ok("no MXFP4 experts")
+    facts["serve.moe_backend"], facts["serve.ling"]  # not known is not "auto"
+    asked, capability = _asked(facts), facts["gpu.capability"]
+    if asked in ("humming", "ling") and not facts["installed.humming"]:
+        return fail(
+            f"{asked} was asked for, but Python finds no module `humming`",
+            "pip install humming-kernels, in the environment that serves",
+            _humming(capability),
+        )
+    if asked == "auto" and (capability >= 120 or capability == 90):
+        return warn(
+            f"no --moe-backend: vLLM prefers Marlin on compute capability {capability / 10:.1f}",
+            "--moe-backend humming",
+            _humming(capability),
+        )
+    if asked == "reference":
+        return fail("ling.moe=reference dequantizes the experts at every call", "leave it out")
+    return ok(f"--moe-backend {asked}")
+
+
+def _humming(capability: int | None) -> str:
+    if capability is None:
+        return ""
     if capability == 90:
         return "5.90-6.00 ms per token on Marlin against 5.56-6.07 on Humming, measured on an H200"
     return "published for a GB10: 27.71 ms per token became 25.35 with Humming (from FlashInfer)"
@@ -180,7 +203,7 @@ def moe_activations(facts: Facts) -> Verdict:
     return ok(f"W4A16: {', '.join(names)} keeps BF16 activations")
 
 
-@check("static", "log", "live")
+@check("static", "log")
 def deep_gemm_scales(facts: Facts) -> Verdict:
     """DeepGEMM's E8M0 scales and compute capability 12.x do not meet.
 
@@ -194,27 +217,21 @@ def deep_gemm_scales(facts: Facts) -> Verdict:
         return unknown(f"{facts['gpu.capability']}")
     if capability < 120:
         return ok(f"compute capability {capability / 10:.1f}")
-    variables = facts.get("env.variables", {})
-    switched_off = (
-        variables.get("VLLM_USE_DEEP_GEMM") == "0" or variables.get("VLLM_USE_DEEP_GEMM_E8M0") == "0"
-    )
-    kernels = facts["log.linear_kernels"] if facts.sources == {"log"} else facts.get("log.linear_kernels")
-    uses = kernels is not None and any("DeepGemm" in name for name in kernels)
-    if facts.get("log.e8m0") and (uses or kernels is None):
-        return fail(
-            f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}",
-            "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
-        )
-    if uses and not switched_off and "log.e8m0" not in facts:
-        return unknown(
-            f"block-FP8 layers on DeepGEMM; {_reason(facts, 'log.e8m0')}", "VLLM_USE_DEEP_GEMM_E8M0=0"
-        )
-    if kernels:
-        return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")
-    if switched_off:
-        return ok("DeepGEMM or its E8M0 scales are switched off")
     if facts.get("checkpoint.format", "fp8") not in ("fp8", "fp4"):
         return ok("no block-FP8 layers")
+    if "log" in facts.sources:
+        kernels = facts["log.linear_kernels"]
+        if not kernels:
+            return unknown("the log names no kernel of the block-FP8 layers")
+        if any("DeepGemm" in name for name in kernels) and facts["log.e8m0"]:
+            return fail(
+                f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}: wrong output",
+                "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
+            )
+        return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")
+    variables = facts["env.variables"]
+    if "0" in (variables.get("VLLM_USE_DEEP_GEMM"), variables.get("VLLM_USE_DEEP_GEMM_E8M0")):
+        return ok("DeepGEMM or its E8M0 scales are switched off")
     return warn(
         f"compute capability {capability / 10:.1f}: vLLM may choose DeepGEMM with E8M0 scales",
         "VLLM_USE_DEEP_GEMM_E8M0=0",

@@ -165,6 +165,7 @@ def draft_head(facts: Facts) -> Verdict:
             f"FAULT {code}: {message}",
             "restart without ling.inject_fault and on_fault=warn; if it stays, start "
             "without --speculative-config and report it",
+            costs.useless_drafts(facts, facts["serve.k"], 0),
         )
     proofs = facts["record.proofs"]
     if "draft_head" in proofs:

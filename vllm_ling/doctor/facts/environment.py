@@ -2,6 +2,7 @@
 """Facts from this process's environment: versions, the plugin's entry point, variables, caches. Imports no torch."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -28,6 +29,9 @@ def read_environment(facts: Facts, env: Mapping[str, str] | None = None) -> None
             facts.put(f"installed.{name}", importlib.metadata.version(name), "installed distributions")
         except importlib.metadata.PackageNotFoundError:
             facts.lacks(f"installed.{name}", "not installed")
+    # Looked for, not imported: it would load torch.
+    humming = importlib.util.find_spec("humming") is not None
+    facts.put("installed.humming", humming, "this process's module path")
     _plugin(facts, env)
     _known_names(facts)
     _caches(facts, env)
