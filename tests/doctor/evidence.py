@@ -23,6 +23,7 @@ from vllm_ling.doctor.facts.server import parse_samples, put_samples
 from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.metrics.collector import LingCollector
+from vllm_ling.spec_decode.guard import DraftGuard
 
 FOLDER = Path(__file__).parent / "evidence"
 GPU_LOG = (FOLDER / "gpu-0.33.log").read_text()
@@ -117,6 +118,7 @@ class Live:
     info: Mapping[str, str] = field(default_factory=lambda: GPU_INFO)
     record: Mapping[str, Any] | None = field(default_factory=lambda: GPU_RECORD)
     level_2_sleeps: int = 0
+    acceptance: tuple[int, ...] | None = (160, 120, 80)
 
     def pages(self, folder: Path) -> tuple[str, str]:
         """/metrics before and after the traffic."""
@@ -126,6 +128,9 @@ class Live:
             (folder / "1.json").write_text(json.dumps({"process": "EngineCore", "record": self.record}))
             collector = _OneProcess(folder, self.info, None)
             collector.level_2_sleeps = self.level_2_sleeps
+            if self.acceptance is not None:  # of 200 rounds, by position
+                collector.guard = DraftGuard(len(self.acceptance))
+                collector.guard.observe(200, list(self.acceptance), [200] * len(self.acceptance))
             registry = CollectorRegistry()
             registry.register(collector)
             own = generate_latest(registry).decode()

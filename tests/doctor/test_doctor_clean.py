@@ -64,6 +64,22 @@ def test_the_captured_trap_is_found(source: str, tmp_path: Path) -> None:
     assert exit_code(list(found.values())) == 2
 
 
+@pytest.mark.fault
+def test_a_captured_failed_start_is_explained(tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in complaints(captured("two-ranks", "log", tmp_path))}
+    assert {name for name, finding in found.items() if finding.outcome != "unknown"} == {"server_started"}
+    assert "is not divisible by weight quantization block_n" in found["server_started"].evidence
+    assert "--tensor-parallel-size 1" in found["server_started"].fix
+
+
+@pytest.mark.fault
+def test_a_captured_benchmark_on_random_tokens_is_found(tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in complaints(captured("random", "live", tmp_path))}
+    assert "ignore_eos" in found["random_tokens"].evidence
+    # The draft is sound; what it is asked to continue is noise.
+    assert not {"draft_head", "plugin_active", "proofs_hold", "faults_allowed", "moe_backend"} & set(found)
+
+
 def test_the_bundled_model_before_serving(tmp_path: Path) -> None:
     facts = Facts()
     facts.put("gpu.names", [], "test")

@@ -2,6 +2,7 @@
 """The command: exit codes, forms, what it writes, how long it takes, and what `vllm-ling serve` does with it."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -10,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.evidence import GPU_LOG, STATIC, WORDS, Evidence, but
+from tests.doctor.evidence import FOLDER, GPU_LOG, STATIC, WORDS, Evidence, but
 from tests.doctor.faults.common import drop
 from tests.unit.checkpoint_files import declared_tensors, write_checkpoint
 from vllm_ling.checkpoint.quantization import quantization_section
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor import before_serving, run
+from vllm_ling.doctor.facts.checkpoint import read_checkpoint
+from vllm_ling.doctor.facts.server import parse_samples, put_samples
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
-from vllm_ling.doctor.registry import all_checks
+from vllm_ling.doctor.registry import all_checks, run_checks
 from vllm_ling.errors import LingError
 from vllm_ling.roofline.models import PUBLISHED
 
@@ -246,3 +249,18 @@ def test_a_reader_that_stops_is_no_crash() -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert result.stdout == '{\n "findin'
     assert "Traceback" not in result.stderr
+
+
+def test_a_stock_server_is_judged_by_the_checkpoint_that_it_names(tmp_path: Path) -> None:
+    facts = Facts()
+    facts.sources.add("live")
+    facts.put("server.version", "0.32.0", "/version")
+    page = re.sub(r"^ling:.*\n", "", (FOLDER / "cpu-mtp.after").read_text(), flags=re.MULTILINE)
+    put_samples(facts, parse_samples(page), parse_samples(page), "test")
+    assert facts["server.model_name"] == "tiny-ling"
+    read_checkpoint(facts, facts["server.model_name"])
+    found = {finding.check: finding for finding in run_checks(facts)[0]}
+    assert found["plugin_active"].outcome == "fail" and found["plugin_active"].cost
+    assert found["tensors_consumed"].outcome == "ok"
+    assert "--log FILE" in found["moe_backend"].evidence
+    assert not [f for f in found.values() if "is not known" in f.evidence and f.check != "unified_memory"]

@@ -14,7 +14,7 @@ import pytest
 from tests.doctor.evidence import CONFIG, GPU_LOG, STATIC, but
 from tests.doctor.faults.common import huge_header
 from vllm_ling.checkpoint.headers import INDEX
-from vllm_ling.doctor.facts import log_lines
+from vllm_ling.doctor.facts import log, log_lines
 from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.doctor.facts.log import read_log
 from vllm_ling.doctor.facts.store import Facts
@@ -69,6 +69,25 @@ def test_one_endless_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     started = time.monotonic()
     assert outcomes(read(path))["plugin_active"] == "ok"
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    "piece", ["Mean acceptance length: 1, ", "SpeculativeConfig(", "Error: ", "vllm-ling: a "]
+)
+def test_lines_that_would_make_patterns_slow(piece: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    line = "Initializing a V1 LLM engine (v0.33.0) with config: " if piece.startswith("Spec") else ""
+    path.write_text(GPU_LOG + (line + piece * (60_000 // len(piece)) + "\n") * 20)
+    started = time.monotonic()
+    assert outcomes(read(path))["plugin_active"] == "ok"
+    assert time.monotonic() - started < 10
+
+
+def test_a_log_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_MOST_S", 0.0)
+    path = tmp_path / "server.log"
+    path.write_text(GPU_LOG)
+    assert "not read to its end in 0 s" in read(path)["problem.log"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -197,3 +199,15 @@ def test_a_sound_server_is_asked_three_times_and_is_known_to_be_local() -> None:
     assert 0.5 <= took < 1.5
     assert facts["server.local"] is True
     assert facts["recent.accept_length"] > 3
+
+
+@pytest.mark.parametrize("respond", [silent, dripping_header, endless], ids=lambda f: f.__name__)
+def test_the_command_needs_three_seconds_beside_the_interval_at_most(respond: Respond) -> None:
+    command = [sys.executable, "-m", "vllm_ling.cli", "doctor", "--interval", "0.1", "--url"]
+    with speaking(respond) as url:
+        started = time.monotonic()
+        result = subprocess.run([*command, url], capture_output=True, text=True, timeout=60)
+        took = time.monotonic() - started
+    assert result.returncode == 3
+    assert "UNKNOWN sources_readable" in result.stdout and "fix: name the address" in result.stdout
+    assert took < 3.1 + 1.5  # the tests' machine is shared; alone it is below 3.1

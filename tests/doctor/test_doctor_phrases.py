@@ -19,6 +19,9 @@ from vllm_ling.doctor.registry import run_checks
 RARE = {
     "plugin_failed",
     "plugin_error",
+    "exception",
+    "start_failed",
+    "core_failed",
     "moe_mxfp4_fallback",
     "moe_fp8",
     "moe_int4",
@@ -33,6 +36,7 @@ RARE = {
     "ling_inactive",
     "ling_fault",
     "ling_error",
+    "ling_alarm",
     "runner_v1",
 }
 
@@ -49,7 +53,7 @@ def test_the_installed_vllm_still_says_so(name: str) -> None:
     version = ".".join((installed_vllm() or "").split(".")[:2])
     assert version in VERSIONS
     if isinstance(phrase.source, dict) and not phrase.source.get(version):
-        assert version not in phrase.source or name.startswith("ling_") or name in RARE
+        assert version not in phrase.source or name.startswith("ling_") or name in {*RARE, "started"}
         return
     source = (vllm_folder() / phrase.source[version]).read_text()
     # Literals may be broken over lines.
@@ -107,12 +111,17 @@ def test_every_phrase_of_vllm_is_covered() -> None:
         "engine",
         "architecture",  # says only that it is another model
         "plugin_error",
+        "plugin_listed",  # tells two causes of one failure apart
         "moe_fp8",  # as moe_mxfp4
         "moe_int4",
         "moe_unquantized",
         "graphs_off",  # the engine's own line names the mode that is left
         "graphs_done",
         "bench",
+        "start_failed",  # each alone says enough
+        "core_failed",
+        "started",  # uvicorn's
+        "exception",  # Python's
     }
     assert set(CHECKS) | others == {name for name in PHRASES if not name.startswith("ling_")}
 

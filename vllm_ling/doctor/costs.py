@@ -30,7 +30,7 @@ def place(facts: Facts) -> Machine:
 def extra_bytes(facts: Facts, count: float, unit: str = "token") -> str:
     """`count` bytes more per token or round, as a phrase with the time they take."""
     machine = place(facts)
-    amount = f"{count / 1e9:.2f} GB" if count >= 5e6 else f"{count / 1e6:.2f} MB"
+    amount = size(count)
     name = machine.gpu or machine.name
     time = machine.milliseconds(count)
     return (
@@ -38,6 +38,11 @@ def extra_bytes(facts: Facts, count: float, unit: str = "token") -> str:
         if time >= 0.05
         else (f"reads {amount} more per {unit}: under 0.1 ms on {name}")
     )
+
+
+def size(count: float) -> str:
+    """`count` bytes in GB, or in MB where little is left of that."""
+    return f"{count / 1e9:.2f} GB" if count >= 5e6 else f"{count / 1e6:.2f} MB"
 
 
 def bf16_head(facts: Facts) -> str:

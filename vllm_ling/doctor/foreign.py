@@ -13,7 +13,7 @@ def other_model(facts: Facts) -> str | None:
     """
     ours = facts.get("checkpoint.is_ling")
     if ours is False:
-        return _said(facts.get("serve.model"), facts.get("checkpoint.architectures"))
+        return _said(facts["checkpoint.name"], facts.get("checkpoint.architectures"))
     resolved = facts.get("log.architectures")
     forced = facts.get("serve.architectures") or facts.get("serve.model_impl") not in (None, "auto", "vllm")
     if ours is None and resolved and not forced and not {ARCHITECTURE, MTP_ARCHITECTURE} & set(resolved):

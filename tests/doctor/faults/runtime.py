@@ -21,7 +21,37 @@ COLD = lines(
     ),
 )
 
+UNFINISHED = without(LOG, "Application startup complete", "Running: ", "SpecDecoding")
+_CORE = "(EngineCore pid=200) ERROR 12-01 10:00:56 [core.py:1510] "
+NO_MEMORY = (
+    f"{_CORE}EngineCore failed to start.\n{_CORE}Traceback (most recent call last):\n"
+    f"{_CORE}ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+)
+
 RUNTIME = [
+    Fault(
+        "no room for the cache",
+        "server_started",
+        "fail",
+        "more --gpu-memory-utilization",
+        but(UNFINISHED, log=f"{UNFINISHED.log}{NO_MEMORY}"),
+        LOG,
+        UNFINISHED,
+    ),
+    Fault(
+        "stopped by a proof",
+        "server_started",
+        "fail",
+        "draft_head_not_shared",
+        but(
+            UNFINISHED,
+            log=f"{UNFINISHED.log}{_CORE}vllm_ling.errors.LingError: draft_head_not_shared: restart without it\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+        ),
+        LOG,
+        UNFINISHED,
+    ),
     Fault(
         "eager",
         "graphs_on",

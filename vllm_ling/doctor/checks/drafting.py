@@ -87,6 +87,31 @@ def draft_positions(facts: Facts) -> Verdict:
 
 
 @check("log", "live")
+def draft_alarms(facts: Facts) -> Verdict:
+    """The guard, which watches every round while serving, has no alarm standing.
+
+    It remembers what happened before doctor looked, so an idle server still tells: draft_chance (drafts are noise),
+    draft_tail (last positions never accepted), draft_slow (slower than plain decoding).
+    """
+    k = facts["serve.k"]
+    if not k:
+        return ok("no speculation")
+    alarms = facts["recent.alarms"]
+    if "draft_chance" in alarms:
+        return fail(
+            f"the guard's alarm draft_chance stands, drafts are noise: {alarms['draft_chance']}",
+            "see draft_head, level_2_sleep and random_tokens; until then leave --speculative-config out",
+            costs.useless_drafts(facts, k, 0),
+        )
+    if alarms:
+        alarm, message = next(iter(alarms.items()))
+        return warn(
+            f"the guard's alarm {alarm} stands: {message}", "a smaller num_speculative_tokens for such text"
+        )
+    return ok("no alarm of the guard stands")
+
+
+@check("log", "live")
 def speculation_pays(facts: Facts) -> Verdict:
     """At the measured accept length, a speculative round reads fewer bytes per token than plain decoding.
 

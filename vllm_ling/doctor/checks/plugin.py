@@ -35,6 +35,11 @@ def _of_server(facts: Facts) -> Verdict:
     where = facts.origin("plugin.state")
     if state == "active":
         return ok(f"vllm-ling {facts.get('plugin.version', '')} is active ({where})")
+    if state == "absent" and facts.get("plugin.listed"):
+        return fail(
+            f"vLLM found vllm-ling and did not load it: VLLM_PLUGINS leaves it out ({where})",
+            "add ling to VLLM_PLUGINS, or unset it",
+        )
     if state == "absent":
         return fail(
             f"the server does not know vllm-ling: stock vLLM serves the model ({where})", _absent_fix(facts)
@@ -98,6 +103,8 @@ def model_class(facts: Facts) -> Verdict:
     quantization = facts.get("engine.quantization", facts.get("checkpoint.format"))
     if quantization in (None, "bf16"):
         return ok("BF16 checkpoint without --quantization ling: the plugin leaves the head to vLLM")
+    if facts.sources == {"log"} and facts["log.start"] != "done":
+        return unknown("the start failed before the head was chosen", "see server_started")
     return fail(
         "the plugin is active, but stock vLLM's class serves the model",
         "start without overrides of model and class",

@@ -25,6 +25,7 @@ def read_checkpoint(facts: Facts, model: str) -> None:
             facts.put("problem.model", reason, "command line")
         facts.lacks("checkpoint.", reason)
         return
+    facts.put("checkpoint.name", model, "as named")
     facts.put("checkpoint.folder", str(folder), "resolved model name")
     try:
         config = _json(folder / "config.json")

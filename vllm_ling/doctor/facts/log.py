@@ -6,6 +6,7 @@ Nothing that was read is executed, and a damaged line takes only its own facts a
 
 import ast
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.phrases import PHRASES, known_version
 from vllm_ling.doctor.text import clean
 
+_MOST_S = 20.0
+# Long are only the lines with the arguments and the engine's configuration.
+_LONG, _USUAL = ("arguments", "engine"), 2048
 # What a log can tell; recorded as missing, with the reason, where it does not.
 _KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
 # Phrase -> facts that it states, also by its absence.
@@ -66,8 +70,11 @@ def read_log(facts: Facts, path: Path) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             reading = _Reading()
+            until = time.monotonic() + _MOST_S
             for line in log_lines.lines(file, size, PHRASES["arguments"].marker.encode()):
                 reading.add(line)
+                if time.monotonic() > until:
+                    raise OSError(f"not read to its end in {_MOST_S:.0f} s: no server's log")
     except OSError as error:
         _unreadable(facts, path, f"cannot be read ({error.strerror or error})")
         return
@@ -110,14 +117,18 @@ class _Reading:
         if PHRASES["arguments"].marker in line:
             self.restart()
         for name, phrase in PHRASES.items():
-            if phrase.marker in line and (match := phrase.pattern.search(line)):
+            seen = line if name in _LONG else line[:_USUAL]
+            if phrase.marker in seen and (match := phrase.pattern.search(seen)):
                 groups = [group or "" for group in match.groups()]
                 if name == "plugin_failed" and name not in self.once:
                     self.every.pop("plugin_error", None)  # the cause stands in the traceback below
                 self.once.setdefault(name, groups)
                 kept = self.every.setdefault(name, [])
                 kept.append(groups)
-                del kept[:-64]
+                if name != "exception":  # there the first ones are the cause
+                    del kept[:-64]
+                else:
+                    del kept[64:]
 
     def state(self, facts: Facts, path: Path) -> None:
         origin = path.name
@@ -209,11 +220,29 @@ class _Reading:
             facts.lacks("plugin.state", self.gone["plugin_failed"])
         elif "engine" in self.once:
             facts.put("plugin.state", "absent", origin)
+            facts.put("plugin.listed", "plugin_listed" in self.once, origin)
         facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
         facts.put("record.proofs", {g[0]: g[1] for g in self.every.get("ling_proof", [])}, origin)
         facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
-        if "ling_error" in self.once:
-            facts.put("record.error", self.once["ling_error"][0], origin)
+        if "ling_active" in self.once:
+            alarms: dict[str, str] = {}
+            for raised, message, ended in self.every.get("ling_alarm", []):
+                alarms.pop(ended, None)
+                if raised:
+                    alarms[raised] = message
+            facts.put("recent.alarms", alarms, origin)
+        failed = ("start_failed", "core_failed")
+        if set(failed) <= self.gone.keys():
+            facts.lacks("log.start", self.gone["start_failed"])
+        elif "started" in self.once or "engine_stats" in self.once:
+            facts.put("log.start", "done", origin)
+        elif any(name in self.once for name in (*failed, "ling_error")):
+            facts.put("log.start", "failed", origin)
+            errors = self.every.get("exception", [])
+            cause = self.once.get("ling_error", [": ".join(errors[0]) if errors else ""])[0]
+            facts.put("log.start_error", cause, origin)
+        else:
+            facts.lacks("log.start", f"{origin}: ends before the server answers")
 
     def _phrases(self, facts: Facts, origin: str) -> None:
         for name in ("moe_mxfp4", "moe_fp8", "moe_int4", "moe_unquantized"):

@@ -184,7 +184,8 @@ def _ling(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
     if series.PLUGIN not in after:
         if series.INFO not in after:
             facts.put("plugin.state", "absent", origin)
-            facts.lacks("record.", "the server exports no series of the plugin")
+        for key in ("record.", "serve.", "engine.", "log.", "recent.alarms", "recent.level_2_sleeps"):
+            facts.lacks(key, "the server exports no series of the plugin; its log may tell (--log FILE)")
         return
     states = {labels.get("process", ""): labels for labels, _ in after[series.PLUGIN]}
     worst = next((s for s in states.values() if s.get("state") != "active"), next(iter(states.values())))
@@ -196,6 +197,9 @@ def _ling(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
     facts.put("record.choices", choices, origin)
     facts.put("record.proofs", {s["code"]: s["message"] for s in _labels(after, series.PROOF)}, origin)
     facts.put("record.faults", {s["code"]: s["message"] for s in _labels(after, series.FAULT)}, origin)
+    if series.DRAFT_ALARM in after:
+        standing = {s["alarm"]: "it stands on /metrics" for s in _labels(after, series.DRAFT_ALARM)}
+        facts.put("recent.alarms", standing, origin)
     if series.LEVEL_2_SLEEPS in after:
         facts.put("recent.level_2_sleeps", total(after, series.LEVEL_2_SLEEPS), origin)
     for labels in _labels(after, series.INFO)[:1]:
