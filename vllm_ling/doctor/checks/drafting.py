@@ -99,7 +99,7 @@ def draft_alarms(facts: Facts) -> Verdict:
     alarms = facts["recent.alarms"]
     if "draft_chance" in alarms:
         return fail(
-            f"the guard's alarm draft_chance stands, drafts are noise: {alarms['draft_chance']}",
+            f"the guard's alarm draft_chance stands: {alarms['draft_chance']}",
             "see draft_head, level_2_sleep and random_tokens; until then leave --speculative-config out",
             costs.useless_drafts(facts, k, 0),
         )

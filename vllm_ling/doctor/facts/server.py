@@ -15,6 +15,12 @@ from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.text import clean
 from vllm_ling.metrics import names as series
 
+# What the guard's alarms say; the figures stand in the log.
+_ALARMS = {
+    "draft_chance": "drafts are noise",
+    "draft_tail": "the last draft positions are practically never accepted",
+    "draft_slow": "speculation costs more than it saves",
+}
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -58,6 +64,8 @@ class _Budget:
 
 def read_server(facts: Facts, url: str, interval_s: float) -> None:
     """States `server.*`, `plugin.*`, `record.*`, `serve.*` and `recent.*` facts from the server at `url`."""
+    import httpx  # noqa: F401  (imported here, so that the server's time is not spent on it)
+
     facts.sources.add("live")
     base = url.rstrip("/").removesuffix("/v1").removesuffix("/metrics")
     budget = _Budget(pages.DEADLINE_S)
@@ -198,7 +206,7 @@ def _ling(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
     facts.put("record.proofs", {s["code"]: s["message"] for s in _labels(after, series.PROOF)}, origin)
     facts.put("record.faults", {s["code"]: s["message"] for s in _labels(after, series.FAULT)}, origin)
     if series.DRAFT_ALARM in after:
-        standing = {s["alarm"]: "it stands on /metrics" for s in _labels(after, series.DRAFT_ALARM)}
+        standing = {s["alarm"]: _ALARMS.get(s["alarm"], origin) for s in _labels(after, series.DRAFT_ALARM)}
         facts.put("recent.alarms", standing, origin)
     if series.LEVEL_2_SLEEPS in after:
         facts.put("recent.level_2_sleeps", total(after, series.LEVEL_2_SLEEPS), origin)
