@@ -7,6 +7,7 @@ Nothing that was read is executed, and a damaged line takes only its own facts a
 import ast
 import re
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,13 @@ def _unreadable(facts: Facts, path: Path, reason: str) -> None:
         facts.lacks(key, f"{path.name}: {reason}")
 
 
+def _literal(text: str) -> Any:
+    """A Python literal, as `ast.literal_eval` raises or returns it, without the warnings that odd ones print."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.literal_eval(text)
+
+
 class _Reading:
     """Collects phrases; a new server start forgets the one before."""
 
@@ -162,7 +170,7 @@ class _Reading:
             for part, key in parts:
                 try:
                     part(facts, origin)
-                except (ValueError, OverflowError) as error:
+                except (ValueError, SyntaxError, OverflowError) as error:
                     facts.lacks(key, f"{origin}: a line is damaged ({type(error).__name__}: {error})")
 
     def _arguments(self, facts: Facts, origin: str) -> None:
@@ -170,7 +178,7 @@ class _Reading:
             facts.lacks("serve.", f"{origin}: no line with the server's arguments")
             return
         try:
-            given = ast.literal_eval(self.once["arguments"][0])
+            given = _literal(self.once["arguments"][0])
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             facts.lacks("serve.", f"{origin}: the line with the server's arguments is damaged")
             return
@@ -197,7 +205,7 @@ class _Reading:
         if "cudagraph_mode" in found:
             facts.put("engine.cudagraph_mode", found["cudagraph_mode"], origin)
         if "capture_sizes" in found:
-            facts.put("engine.capture_sizes", ast.literal_eval(found["capture_sizes"]), origin)
+            facts.put("engine.capture_sizes", _literal(found["capture_sizes"]), origin)
         facts.put("serve.k", draft_tokens(found.get("k", 0)), origin)
         facts.put("serve.method", found.get("method"), origin)
         facts.put("serve.tensor_parallel_size", int(found.get("tensor_parallel_size", 1)), origin)
