@@ -88,6 +88,7 @@ CLEAN = {
         env={"VLLM_USE_DEEP_GEMM_E8M0": "0"},
         words=words(leave="--speculative-config"),
     ),
+    "H200, no MoE backend named, static": but(STATIC, words=words(leave="--moe-backend")),
     "H200, BF16 checkpoint, static": but(STATIC, config=BF16, tensors=bf16_tensors),
     "GB10, MTP, static": but(STATIC, gpu=GB10, env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}),
     "H200, MTP, static": STATIC,

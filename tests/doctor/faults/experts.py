@@ -184,6 +184,15 @@ EXPERTS = [
         but(STATIC, gpu={"gpu.names": ["unreadable"]}),
     ),
     Fault(
+        "no Humming for an H200",
+        "moe_backend",
+        "warn",
+        "pip install humming-kernels",
+        but(STATIC, words=words(leave="--moe-backend"), known={"installed.humming": False}),
+        but(STATIC, words=words(leave="--moe-backend")),
+        NO_CHECKPOINT,
+    ),
+    Fault(
         "Humming asked and not installed",
         "moe_backend",
         "fail",

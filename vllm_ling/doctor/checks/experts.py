@@ -117,10 +117,13 @@ def _backend_to_come(facts: Facts) -> Verdict:
             "pip install humming-kernels, in the environment that serves",
             _humming(capability),
         )
-    if asked == "auto" and (capability >= 120 or capability == 90):
+    # On 9.0 vLLM prefers Humming by itself, if it is there.
+    installed = facts["installed.humming"]
+    if asked == "auto" and (capability >= 120 or (capability == 90 and not installed)):
         return warn(
-            f"no --moe-backend: vLLM prefers Marlin on compute capability {capability / 10:.1f}",
-            "--moe-backend humming",
+            f"no --moe-backend{'' if installed else ', and no module `humming`'}: vLLM would take Marlin on compute "
+            f"capability {capability / 10:.1f}",
+            f"{'' if installed else 'pip install humming-kernels, then '}--moe-backend humming",
             _humming(capability),
         )
     if asked == "reference":
