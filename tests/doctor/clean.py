@@ -16,7 +16,9 @@ from tests.doctor.evidence import (
     live,
     without,
 )
-from tests.doctor.faults.common import fp8_head
+from tests.doctor.faults.common import fp8_head, words
+from tests.unit.checkpoint_files import Tensors, declared_tensors
+from vllm_ling.checkpoint.synthetic import mini_config
 
 V1 = lines(
     LOG,
@@ -46,6 +48,15 @@ def two_ranks(evidence: Evidence) -> Evidence:
     return dataclasses.replace(once, log="\n".join(doubled) + "\n")
 
 
+BF16 = mini_config("flash", "bf16", mtp=True, clamp=4)
+
+
+def bf16_tensors(tensors: Tensors) -> None:
+    """The tensors of a BF16 checkpoint instead."""
+    tensors.clear()
+    tensors.update(declared_tensors(BF16))
+
+
 PLAIN_INFO = {**GPU_INFO, "k": "0", "method": "None"}
 CLEAN = {
     "H200, V2 runner, MTP, log": LOG,
@@ -62,6 +73,23 @@ CLEAN = {
         traffic={name: None for name in LIVE.live.traffic if "spec_decode" in name} if LIVE.live else {},
         record={**GPU_RECORD, "proofs": {"head_probe": "top-1 agreement 95.7%"}},
     ),
+    "GB10, Humming, MTP, live": but(LIVE, gpu=GB10),
+    "V1 runner, two ranks, MTP, log": two_ranks(V1),
+    "H200, V1 runner, plain, log": lines(
+        PLAIN,
+        (
+            r"^(.*Resolved architecture: BailingMoeV3ForCausalLM)$",
+            r"\1\nWARNING using the V1 model runner instead",
+        ),
+    ),
+    "GB10, plain, static": but(
+        STATIC,
+        gpu=GB10,
+        env={"VLLM_USE_DEEP_GEMM_E8M0": "0"},
+        words=words(leave="--speculative-config"),
+    ),
+    "H200, no MoE backend named, static": but(STATIC, words=words(leave="--moe-backend")),
+    "H200, BF16 checkpoint, static": but(STATIC, config=BF16, tensors=bf16_tensors),
     "GB10, MTP, static": but(STATIC, gpu=GB10, env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}),
     "H200, MTP, static": STATIC,
     "H200, stored FP8 head, live": but(LIVE, tensors=fp8_head(True)),

@@ -8,24 +8,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.unit.checkpoint_files import Tensors, declared_tensors, write_checkpoint
 from vllm_ling.checkpoint.synthetic import mini_config
+from vllm_ling.doctor.facts import known as vllm_names
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
+from vllm_ling.doctor.facts.known import vllm_folder
 from vllm_ling.doctor.facts.log import read_log
 from vllm_ling.doctor.facts.server import parse_samples, put_samples
-from vllm_ling.doctor.facts.settings import parse_flags, put_settings
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.metrics.collector import LingCollector
+from vllm_ling.spec_decode.guard import DraftGuard
 
 FOLDER = Path(__file__).parent / "evidence"
 GPU_LOG = (FOLDER / "gpu-0.33.log").read_text()
 CONFIG = mini_config("flash", "fp4", mtp=True, clamp=4)
-H200 = {"gpu.names": ["NVIDIA H200"], "gpu.capability": 90, "gpu.unified": False}
-GB10 = {"gpu.names": ["NVIDIA GB10"], "gpu.capability": 121, "gpu.unified": True}
+H200 = {
+    "gpu.names": ["NVIDIA H200"],
+    "gpu.capability": 90,
+    "gpu.unified": False,
+    "gpu.memory_bytes": 150_754_820_096,
+}
+GB10 = {
+    "gpu.names": ["NVIDIA GB10"],
+    "gpu.capability": 121,
+    "gpu.unified": True,
+    "gpu.memory_bytes": 128_500_000_000,
+    "gpu.available_bytes": 121_000_000_000,
+}
 NO_GPU: dict[str, Any] = {"gpu.names": []}
 FLAGS = (
     "--max-num-seqs 4 --max-model-len 32768 --gpu-memory-utilization 0.85 --moe-backend humming "
@@ -103,6 +118,7 @@ class Live:
     info: Mapping[str, str] = field(default_factory=lambda: GPU_INFO)
     record: Mapping[str, Any] | None = field(default_factory=lambda: GPU_RECORD)
     level_2_sleeps: int = 0
+    acceptance: tuple[int, ...] | None = (160, 120, 80)
 
     def pages(self, folder: Path) -> tuple[str, str]:
         """/metrics before and after the traffic."""
@@ -112,6 +128,9 @@ class Live:
             (folder / "1.json").write_text(json.dumps({"process": "EngineCore", "record": self.record}))
             collector = _OneProcess(folder, self.info, None)
             collector.level_2_sleeps = self.level_2_sleeps
+            if self.acceptance is not None:  # of 200 rounds, by position
+                collector.guard = DraftGuard(len(self.acceptance))
+                collector.guard.observe(200, list(self.acceptance), [200] * len(self.acceptance))
             registry = CollectorRegistry()
             registry.register(collector)
             own = generate_latest(registry).decode()
@@ -144,11 +163,12 @@ class Evidence:
     files: Callable[[Path], None] | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     chat_template: bool = True
+    vllm_source: bool = True
 
     def facts(self, folder: Path) -> Facts:
         """Everything doctor would know, through its own readers."""
         facts = Facts()
-        for key, value in {**self.known, **self.gpu}.items():
+        for key, value in {"installed.humming": True, **self.known, **self.gpu}.items():
             facts.put(key, value, "test")
         if self.live is not None:
             facts.sources.add("live")
@@ -160,9 +180,11 @@ class Evidence:
             read_log(facts, folder / "server.log")
         model = None if self.config is None else str(self.checkpoint(folder / "model"))
         if self.words is not None:
-            facts.sources.add("static")
-            put_settings(facts, parse_flags([model or "no/such/model", *self.words]), "command line")
-        read_environment(facts, {"HOME": str(folder), **self.env})
+            put_command(facts, [model or "no/such/model", *self.words])
+        with mock.patch.object(vllm_names, "vllm_folder", vllm_folder if self.vllm_source else _no_vllm):
+            if not self.vllm_source:
+                vllm_names.known_flags.cache_clear()
+            read_environment(facts, {"HOME": str(folder), **self.env})
         read_checkpoint(facts, model or "no/such/model")
         return facts
 
@@ -178,6 +200,10 @@ class Evidence:
         if self.files is not None:
             self.files(folder)
         return folder
+
+
+def _no_vllm() -> Path:
+    raise OSError("vllm is not installed")
 
 
 STATIC = Evidence(words=WORDS)

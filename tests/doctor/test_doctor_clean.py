@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.clean import CLEAN
-from tests.doctor.evidence import FOLDER, NO_GPU, Evidence
+from tests.doctor.evidence import FOLDER
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
 from vllm_ling.doctor.facts.log import read_log
 from vllm_ling.doctor.facts.server import parse_samples, put_samples
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import run_checks
@@ -63,8 +64,26 @@ def test_the_captured_trap_is_found(source: str, tmp_path: Path) -> None:
     assert exit_code(list(found.values())) == 2
 
 
+@pytest.mark.fault
+def test_a_captured_failed_start_is_explained(tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in complaints(captured("two-ranks", "log", tmp_path))}
+    assert {name for name, finding in found.items() if finding.outcome != "unknown"} == {"server_started"}
+    assert "is not divisible by weight quantization block_n" in found["server_started"].evidence
+    assert "--tensor-parallel-size 1" in found["server_started"].fix
+
+
+@pytest.mark.fault
+def test_a_captured_benchmark_on_random_tokens_is_found(tmp_path: Path) -> None:
+    found = {finding.check: finding for finding in complaints(captured("random", "live", tmp_path))}
+    assert "ignore_eos" in found["random_tokens"].evidence
+    # The draft is sound; what it is asked to continue is noise.
+    assert not {"draft_head", "plugin_active", "proofs_hold", "faults_allowed", "moe_backend"} & set(found)
+
+
 def test_the_bundled_model_before_serving(tmp_path: Path) -> None:
-    evidence = Evidence(words=("--dtype", "bfloat16"), config=None, gpu=NO_GPU)
-    facts = evidence.facts(tmp_path)
+    facts = Facts()
+    facts.put("gpu.names", [], "test")
+    put_command(facts, ["tiny-ling", "--dtype", "bfloat16"])
+    read_environment(facts, {"HOME": str(tmp_path)})
     read_checkpoint(facts, "tiny-ling")
     assert complaints(facts) == []

@@ -3,30 +3,23 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.evidence import GPU_LOG, STATIC, but
+from tests.doctor.evidence import CONFIG, GPU_LOG, STATIC, but
 from tests.doctor.faults.common import huge_header
-from vllm_ling.doctor.facts import log as log_facts
-from vllm_ling.doctor.facts import server
+from vllm_ling.checkpoint.headers import INDEX
+from vllm_ling.doctor.facts import log, log_lines
+from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.doctor.facts.log import read_log
-from vllm_ling.doctor.facts.server import ServerUnreadable, fetch, parse_samples, read_server
-from vllm_ling.doctor.facts.settings import parse_flags
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.registry import run_checks
 from vllm_ling.doctor.text import clean
-
-Respond = Callable[[socket.socket], None]
 
 
 def outcomes(facts: Facts) -> dict[str, str]:
@@ -37,36 +30,6 @@ def read(path: Path) -> Facts:
     facts = Facts()
     read_log(facts, path)
     return facts
-
-
-@contextmanager
-def speaking(respond: Respond) -> Iterator[str]:
-    """A TCP server that answers each connection with `respond`; yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stop = threading.Event()
-
-        def one(connection: socket.socket) -> None:
-            with connection:
-                try:
-                    connection.recv(65536)
-                    respond(connection)
-                except OSError:
-                    pass  # the reader had enough
-
-        def serve() -> None:
-            listener.settimeout(0.1)
-            while not stop.is_set():
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        stop.set()
-        thread.join()
 
 
 def test_two_gigabytes_of_log(tmp_path: Path) -> None:
@@ -109,6 +72,25 @@ def test_one_endless_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
+    "piece", ["Mean acceptance length: 1, ", "SpeculativeConfig(", "Error: ", "vllm-ling: a "]
+)
+def test_lines_that_would_make_patterns_slow(piece: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    line = "Initializing a V1 LLM engine (v0.33.0) with config: " if piece.startswith("Spec") else ""
+    path.write_text(GPU_LOG + (line + piece * (60_000 // len(piece)) + "\n") * 20)
+    started = time.monotonic()
+    assert outcomes(read(path))["plugin_active"] == "ok"
+    assert time.monotonic() - started < 10
+
+
+def test_a_log_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_MOST_S", 0.0)
+    path = tmp_path / "server.log"
+    path.write_text(GPU_LOG)
+    assert "not read to its end in 0 s" in read(path)["problem.log"]
+
+
+@pytest.mark.parametrize(
     ("content", "problem"),
     [(b"\x7fELF\0\0\0\n" * 5000, "binary"), (b"", "empty"), (bytes(range(256)) * 4096, "binary")],
 )
@@ -119,6 +101,72 @@ def test_not_a_log(content: bytes, problem: str, tmp_path: Path) -> None:
     found = outcomes(facts)
     assert problem in facts["problem.log"]
     assert set(found.values()) == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    ("said", "damaged"),
+    [
+        ("num_spec_tokens=3", "num_spec_tokens=" + "9" * 5000),
+        ("num_spec_tokens=3", "num_spec_tokens=9999999999"),
+        ("40.00x", "1.2.3x"),
+        ("1,310,720 tokens", ",,, tokens"),
+        ("0.780, 0.540", "0.7.80, 0.5.40"),
+        ("Accepted: 336", "Accepted: " + "9" * 5000),
+        ("Drafted: 600", "Drafted: " + "9" * 5000),
+        ("Running: 1", "Running: " + "9" * 4500),
+        ("non-default args: {", "non-default args: {'a': " + "-" * 30_000 + "1, "),
+        ("non-default args: {", "non-default args: {'a': " + "[" * 30_000),
+    ],
+)
+def test_a_damaged_line_takes_only_its_own_facts(said: str, damaged: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    assert said in GPU_LOG
+    path.write_text(GPU_LOG.replace(said, damaged))
+    tracemalloc.start()
+    found = outcomes(read(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
+    assert found["plugin_active"] == "ok" and "unknown" in found.values()
+    assert not {"fail", "warn"} & set(found.values())
+
+
+@pytest.mark.parametrize("prefix", ["", "vllm-1  | ", "Dec 01 10:00:00 spark vllm[123]: "])
+def test_colours_and_prefixes_hide_nothing(prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    coloured = GPU_LOG.replace(" INFO ", " \x1b[32mINFO\x1b[0m ").replace("(", "\x1b[0;36m(\x1b[0m")
+    path.write_text("".join(f"{prefix}{line}\x1b[0m\r\n" for line in coloured.splitlines()))
+    facts, plain = read(path), tmp_path / "plain.log"
+    plain.write_text(GPU_LOG)
+    assert outcomes(facts) == outcomes(read(plain))
+    assert facts["record.choices"] == read(plain)["record.choices"]
+
+
+def test_the_last_start_counts_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    gap = 40 << 20
+    path.write_text(GPU_LOG.replace("enforce_eager=False", "enforce_eager=True"))
+    for text in (GPU_LOG, "later\n"):
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size + gap)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n" + text.encode())
+    facts = read(path)
+    assert facts["engine.enforce_eager"] is False and outcomes(facts)["graphs_on"] == "ok"
+    assert facts["serve.k"] == 3
+
+
+def test_a_start_beyond_the_search_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "SEARCH", 8 << 20)
+    path = tmp_path / "server.log"
+    path.write_text(GPU_LOG)
+    with path.open("r+b") as file:
+        file.truncate(48 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlater\n" * 100)
+    facts = read(path)
+    assert "no start of a vLLM server" in facts["problem.log"]
+    assert "plugin.state" not in facts
 
 
 def test_a_folder_or_nothing_as_a_log(tmp_path: Path) -> None:
@@ -185,6 +233,37 @@ def test_damaged_config(text: str, tmp_path: Path) -> None:
     assert found["clamp_lists"] == "unknown"
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "*.safetensors", INDEX])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    def pipe(folder: Path) -> None:
+        place = next(folder.glob(name), folder / name)
+        place.unlink(missing_ok=True)
+        os.mkfifo(place)
+
+    found = outcomes(but(STATIC, files=pipe).facts(tmp_path))
+    assert "unknown" in found.values() or "fail" in found.values()
+
+
+def test_an_index_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    def huge(folder: Path) -> None:
+        with (folder / INDEX).open("wb") as file:
+            file.truncate(4 << 30)
+
+    assert outcomes(but(STATIC, files=huge).facts(tmp_path))["checkpoint_complete"] == "fail"
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_experts", "vocab_size", "num_nextn_predict_layers", "hidden_size"]
+)
+@pytest.mark.parametrize("value", [10**9, -1, 10**400, 1.5, "x", None, [1]])
+def test_absurd_numbers_in_the_config(key: str, value: object, tmp_path: Path) -> None:
+    text = json.dumps({**CONFIG, key: value})
+    started = time.monotonic()
+    found = outcomes(but(STATIC, files=lambda f: (f / "config.json").write_text(text)).facts(tmp_path))
+    assert found["checkpoint_complete"] in ("fail", "unknown")
+    assert time.monotonic() - started < 5
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -198,92 +277,13 @@ def test_damaged_config(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_damaged_flags(words: list[str], tmp_path: Path) -> None:
-    parse_flags(words)
+    read_flags(words)
     facts = but(STATIC, words=tuple(words)).facts(tmp_path)
     assert outcomes(facts)["checkpoint_complete"] == "ok"
-
-
-def endless(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
-    while True:
-        connection.sendall(b"vllm:num_preemptions_total 1\n" * 4096)
-
-
-def dripping(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
-    while True:
-        connection.sendall(b"x")
-        time.sleep(0.05)
-
-
-def silent(connection: socket.socket) -> None:
-    time.sleep(30)
-
-
-def redirecting(connection: socket.socket) -> None:
-    connection.sendall(
-        b"HTTP/1.1 302 Found\r\nLocation: http://example.invalid/\x1b[2J\r\nContent-Length: 0\r\n\r\n"
-    )
-
-
-def garbage(connection: socket.socket) -> None:
-    connection.sendall(os.urandom(4096))
-
-
-def bomb(connection: socket.socket) -> None:
-    import gzip
-
-    body = gzip.compress(b"vllm:num_preemptions_total 1\n" * 1_000_000)
-    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-
-
-@pytest.mark.parametrize(
-    "respond", [endless, dripping, silent, redirecting, garbage, bomb], ids=lambda f: f.__name__
-)
-def test_a_hostile_server(respond: Respond, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "DEADLINE_S", 0.5)
-    monkeypatch.setattr(fetch, "__defaults__", (server.MAX_BYTES, 0.5))
-    facts = Facts()
-    tracemalloc.start()
-    started = time.monotonic()
-    with speaking(respond) as url:
-        read_server(facts, url, 0.1)
-    took, (_, peak) = time.monotonic() - started, tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert took < 5
-    assert peak < 64 << 20
-    assert facts["problem.metrics"].isprintable()
-    found = outcomes(facts)
-    assert found["sources_readable"] == "unknown"
-    assert "fail" not in found.values()
-
-
-def test_a_redirect_is_not_followed() -> None:
-    visited = threading.Event()
-    with speaking(lambda connection: visited.set()) as elsewhere:
-
-        def redirect(connection: socket.socket) -> None:
-            connection.sendall(
-                f"HTTP/1.1 307 Go\r\nLocation: {elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
-            )
-
-        with speaking(redirect) as url, pytest.raises(ServerUnreadable, match="redirects"):
-            fetch(f"{url}/metrics")
-    assert not visited.is_set()
-
-
-@pytest.mark.parametrize(
-    "page",
-    ["", "<html>", "vllm:num_preemptions_total{ 1", "vllm:num_preemptions_total notanumber", "a" * 1000],
-)
-def test_a_page_that_is_no_metrics(page: str) -> None:
-    with pytest.raises(ServerUnreadable):
-        parse_samples(page)
 
 
 def test_shown_text_is_one_bounded_line() -> None:
     assert clean("a\n\x1b[31mb\t" + "c" * 10_000).startswith("a ?[31mb c")
     assert len(clean("c" * 10_000)) == 300
     assert json.loads(json.dumps(clean("\ud800"))) == "?"
-    assert log_facts.HEAD + log_facts.TAIL <= 64 << 20
+    assert log_lines.HEAD + log_lines.TAIL <= 64 << 20

@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.evidence import FOLDER, GPU_LOG
+from tests.doctor.clean import V1
+from tests.doctor.evidence import FOLDER, GB10, GPU_LOG, LOG, but, lines
+from tests.doctor.faults.common import BARE_LOG
 from vllm_ling.compat import SUPPORTED_VLLM, installed_vllm
+from vllm_ling.doctor.facts import wording
 from vllm_ling.doctor.phrases import PHRASES, SERIES, VERSIONS, known_version
+from vllm_ling.doctor.registry import run_checks
 
 # Conditional lines that no captured or modelled start shows; their faults inject them.
 RARE = {
     "plugin_failed",
     "plugin_error",
+    "exception",
+    "start_failed",
+    "core_failed",
     "moe_mxfp4_fallback",
     "moe_fp8",
     "moe_int4",
@@ -29,6 +36,7 @@ RARE = {
     "ling_inactive",
     "ling_fault",
     "ling_error",
+    "ling_alarm",
     "runner_v1",
 }
 
@@ -45,12 +53,92 @@ def test_the_installed_vllm_still_says_so(name: str) -> None:
     version = ".".join((installed_vllm() or "").split(".")[:2])
     assert version in VERSIONS
     if isinstance(phrase.source, dict) and not phrase.source.get(version):
-        assert version not in phrase.source or name.startswith("ling_") or name in RARE
+        assert version not in phrase.source or name.startswith("ling_") or name in {*RARE, "started"}
         return
     source = (vllm_folder() / phrase.source[version]).read_text()
     # Literals may be broken over lines.
     joined = re.sub(r'"\s*\n\s*f?"', "", source)
     assert phrase.literal in joined, f"{phrase.source[version]} no longer writes {phrase.literal!r}"
+
+
+# Phrase -> the check that lives by it, and the log that it is sound in.
+CHECKS = {
+    "moe_mxfp4": "moe_activations",
+    "moe_mxfp4_fallback": "moe_activations",
+    "linear_kernel": "deep_gemm_scales",
+    "e8m0": "deep_gemm_scales",
+    "runner_v1": "mtp_layer",
+    "kv_cache": "cache_size",
+    "prefix_off": "prefix_caching",
+    "unknown_variable": "unknown_variables",
+    "compiled": "caches",
+    "cached": "caches",
+    "draft_model": "mtp_layer",
+    "asleep": "level_2_sleep",
+    "spec_metrics": "accept_length",
+    "engine_stats": "concurrency",
+    "plugin_failed": "plugin_active",
+}
+ON_DEEP_GEMM = ("CutlassFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_vanished_phrase_makes_its_check_unknown(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = but(LOG, gpu=GB10)
+    if name == "e8m0":
+        evidence = lines(evidence, ON_DEEP_GEMM)
+    if name in ("runner_v1", "draft_model"):
+        evidence = but(evidence, log=f"{V1.log}")
+    if name == "moe_mxfp4":  # the plugin's record would answer too
+        evidence = but(evidence, log=str(evidence.log).replace("moe mxfp4 = stock", "moe mxfp4 = other"))
+    if name == "plugin_failed":
+        evidence = but(BARE_LOG, gpu=GB10)
+    monkeypatch.setattr(wording, "vanished", lambda version: {name: "no longer written"})
+    (tmp_path / "gone").mkdir()
+    findings = {f.check: f for f in run_checks(evidence.facts(tmp_path / "gone"))[0]}
+    assert findings[CHECKS[name]].outcome == "unknown"
+    assert "no longer written" in findings[CHECKS[name]].evidence
+    if name != "plugin_failed":
+        assert {f.outcome for f in findings.values()} <= {"ok", "unknown"}
+
+
+def test_every_phrase_of_vllm_is_covered() -> None:
+    others = {
+        "arguments",  # without it no start is seen
+        "engine",
+        "architecture",  # says only that it is another model
+        "plugin_error",
+        "plugin_listed",  # tells two causes of one failure apart
+        "moe_fp8",  # as moe_mxfp4
+        "moe_int4",
+        "moe_unquantized",
+        "graphs_off",  # the engine's own line names the mode that is left
+        "graphs_done",
+        "bench",
+        "start_failed",  # each alone says enough
+        "core_failed",
+        "started",  # uvicorn's
+        "exception",  # Python's
+    }
+    assert set(CHECKS) | others == {name for name in PHRASES if not name.startswith("ling_")}
+
+
+def test_the_installed_vllm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = str(installed_vllm())
+    wording.vanished.cache_clear()
+    assert wording.vanished(installed) == {}
+    assert wording.vanished("0.1.0") == {}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/model.py").write_text('"Resolved "\n    "architecture: %s"')
+    monkeypatch.setattr(wording, "vllm_folder", lambda: tmp_path)
+    wording.vanished.cache_clear()
+    gone = wording.vanished(installed)
+    wording.vanished.cache_clear()
+    assert "no longer writes 'Running: %d reqs' (v1/metrics/loggers.py)" in gone["engine_stats"]
+    assert "architecture" not in gone and "ling_active" not in gone
 
 
 @pytest.mark.parametrize("name", [name for name in PHRASES if name not in RARE])

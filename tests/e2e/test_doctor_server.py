@@ -13,7 +13,7 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from vllm_ling.doctor.facts.server import fetch
+from vllm_ling.doctor.facts.pages import fetch
 from vllm_ling.eval.servers import Server, free_port, running
 from vllm_ling.metrics import names
 from vllm_ling.tiny.problems import HELDOUT_PATH
@@ -58,6 +58,34 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
         stop.set()
         thread.join()
+
+
+FAULTY = [*SERVE, "--additional-config", '{"ling": {"inject_fault": "head_bytes", "on_fault": "warn"}}']
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same with a broken draft head, a misspelt variable, and a benchmark of random tokens that may not end."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("faulty") / "log"
+    env = {"VLLM_USE_DEEPGEMM": "0"}
+    with running([*FAULTY, "--port", str(port)], port=port, log=log, env=env, timeout_s=400) as server:
+        stop = threading.Event()
+
+        def ask(seed: int) -> None:
+            with httpx.Client(trust_env=False, timeout=120) as client:
+                while not stop.is_set():
+                    tokens = [(7919 * seed * (place + 3)) % 250 + 4 for place in range(16)]
+                    body = {"model": "tiny-ling", "prompt": tokens, "max_tokens": 8, "ignore_eos": True}
+                    client.post(f"{server.url}/v1/completions", json=body)
+
+        threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        yield server
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def doctor(*words: str) -> tuple[int, dict[str, object], float]:
@@ -111,3 +139,41 @@ def test_dashboard_and_alerts_name_real_series(server: Server) -> None:
     exported |= set(re.findall(r"^# TYPE (\S+)", page, re.MULTILINE))
     assert used - exported == set()
     assert set(names.ALL) - exported == set()
+
+
+@pytest.mark.fault
+def test_the_faults_of_a_running_server_are_found(faulty: Server) -> None:
+    deadline = time.monotonic() + 60
+    while "ALARM draft_chance" not in faulty.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    code, answer, _ = doctor("--url", faulty.url, "--interval", str(INTERVAL_S))
+    found = {finding["check"]: finding for finding in answer["findings"] if finding["outcome"] != "ok"}  # type: ignore[attr-defined]
+    assert code == 2
+    # With two requests at the moment of a reading, such drafts lose there too.
+    assert set(found) - {"concurrency"} == {
+        "faults_allowed",
+        "draft_head",
+        "accept_length",
+        "draft_positions",
+        "draft_alarms",
+        "speculation_pays",
+        "random_tokens",
+    }
+    assert "draft_head_not_shared" in found["draft_head"]["evidence"]
+    assert "ignore_eos" in found["random_tokens"]["evidence"]
+    assert "draft_chance" in found["draft_alarms"]["evidence"]
+    assert all(finding["fix"] for finding in found.values())
+
+
+@pytest.mark.fault
+def test_the_same_faults_are_found_in_its_log(faulty: Server) -> None:
+    deadline = time.monotonic() + 15
+    while "SpecDecoding metrics" not in faulty.log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    code, answer, _ = doctor("--log", str(faulty.log))
+    found = {finding["check"]: finding for finding in answer["findings"] if finding["outcome"] != "ok"}  # type: ignore[attr-defined]
+    assert code == 2
+    assert {"faults_allowed", "draft_head", "accept_length", "unknown_variables", "draft_alarms"} <= set(
+        found
+    )
+    assert found["unknown_variables"]["fix"] == "did you mean VLLM_USE_DEEP_GEMM?"

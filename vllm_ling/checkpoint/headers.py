@@ -76,6 +76,8 @@ def read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.exists():
         return {}
+    if not path.is_file() or path.stat().st_size > _MAX_HEADER:  # a pipe would be waited for without end
+        raise LingError(f"{path}: not a safetensors index (not a file, or above {_MAX_HEADER >> 20} MB)")
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -96,6 +98,8 @@ def read_file_header(path: Path) -> dict[str, TensorInfo]:
     """
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would be waited for without end
+            raise LingError(f"{path}: cannot be read (not a file)")
         with path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1

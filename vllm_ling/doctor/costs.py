@@ -27,17 +27,22 @@ def place(facts: Facts) -> Machine:
     return matching_gpu(facts.get("gpu.names", [])) or MACHINES[_REFERENCE]
 
 
-def extra_bytes(facts: Facts, count: float) -> str:
-    """`count` bytes more per token as a phrase with the time they take."""
+def extra_bytes(facts: Facts, count: float, unit: str = "token") -> str:
+    """`count` bytes more per token or round, as a phrase with the time they take."""
     machine = place(facts)
-    amount = f"{count / 1e9:.2f} GB" if count >= 5e6 else f"{count / 1e6:.2f} MB"
+    amount = size(count)
     name = machine.gpu or machine.name
     time = machine.milliseconds(count)
     return (
-        f"reads {amount} more per token: about {time:.1f} ms on {name}"
+        f"reads {amount} more per {unit}: about {time:.1f} ms on {name}"
         if time >= 0.05
-        else (f"reads {amount} more per token: under 0.1 ms on {name}")
+        else (f"reads {amount} more per {unit}: under 0.1 ms on {name}")
     )
+
+
+def size(count: float) -> str:
+    """`count` bytes in GB, or in MB where little is left of that."""
+    return f"{count / 1e9:.2f} GB" if count >= 5e6 else f"{count / 1e6:.2f} MB"
 
 
 def bf16_head(facts: Facts) -> str:
@@ -47,6 +52,20 @@ def bf16_head(facts: Facts) -> str:
         return ""
     plain = dataclasses.replace(bytes_model, head="bf16").step_bytes()
     return extra_bytes(facts, plain - dataclasses.replace(bytes_model, head="fp8").step_bytes())
+
+
+def stock_head(facts: Facts) -> str:
+    """Stock vLLM's BF16 head, where the plugin would have served an FP8 one."""
+    quantized = facts.get("checkpoint.format", "bf16") != "bf16"
+    return bf16_head(facts) if quantized else ""
+
+
+def useless_drafts(facts: Facts, k: int, useful: int) -> str:
+    """What a round with `k` drafts reads more than one with the `useful` first ones."""
+    bytes_model = model(facts)
+    if bytes_model is None or not bytes_model.shape.num_nextn_predict_layers:
+        return ""
+    return extra_bytes(facts, bytes_model.round_bytes(k) - bytes_model.round_bytes(useful), "round")
 
 
 def head_bytes(facts: Facts) -> float | None:

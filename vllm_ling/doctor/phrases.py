@@ -49,6 +49,10 @@ PHRASES: dict[str, Phrase] = {
     "plugin_failed": _phrase(
         r"Failed to load plugin (ling)\b", "Failed to load plugin ", "plugins/__init__.py"
     ),
+    # Listed for the group of stat loggers, whether it is then loaded or left out.
+    "plugin_listed": _phrase(
+        r"- ling -> vllm_ling\.", "- ling -> vllm_ling.", "plugins/__init__.py", '"- %s -> %s"'
+    ),
     "plugin_error": _phrase(
         r"^(?:\([^)]*\) (?:ERROR .*?\] )?)?((?:ImportError|ModuleNotFoundError|AttributeError|SyntaxError): .*)$",
         "Error: ",
@@ -141,6 +145,18 @@ PHRASES: dict[str, Phrase] = {
         "v1/metrics/loggers.py",
         "Running: %d reqs",
     ),
+    # uvicorn's words.
+    "started": _phrase(r"Application startup complete", "Application startup complete", ""),
+    "start_failed": _phrase(
+        r"(Engine core initialization failed)",
+        "Engine core initialization failed",
+        "v1/engine/utils.py",
+    ),
+    "core_failed": _phrase(
+        r"(EngineCore failed to start)\.", "EngineCore failed to start.", "v1/engine/core.py"
+    ),
+    # The last line of any traceback; read only where a start failed.
+    "exception": _phrase(r"(?:^|[\s\]])((?:[\w.]+\.)?\w*Error): (.+)$", "Error: ", ""),
     "bench": _phrase(r"dataset_name='(\w+)'", "dataset_name='", ""),
     # This project's own lines (vllm_ling/status.py, vllm_ling/plugin.py).
     "ling_active": _phrase(r"vllm-ling: (\S+) active: (.*)$", " active: ", ""),
@@ -150,6 +166,10 @@ PHRASES: dict[str, Phrase] = {
     "ling_proof": _phrase(r"vllm-ling: PROOF ok: (\w+): (.*)$", "vllm-ling: PROOF ok: ", ""),
     "ling_fault": _phrase(r"vllm-ling: FAULT (\w+): (.*)$", "vllm-ling: FAULT ", ""),
     "ling_choice": _phrase(r"vllm-ling: ([a-z][\w ]*) = (\w+) \((.*)\)$", "vllm-ling: ", ""),
+    # An alarm of the guard of drafts, and its end.
+    "ling_alarm": _phrase(
+        r"vllm-ling: (?:ALARM (draft_\w+): (.*)|(draft_\w+): over: .*)$", "vllm-ling: ", "", ""
+    ),
     "ling_error": _phrase(r"LingError: (.*)$", "LingError: ", ""),
 }
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from vllm_ling.doctor.facts.store import Facts, MissingFact, Source
 from vllm_ling.doctor.finding import Finding, Verdict, unknown
+from vllm_ling.doctor.foreign import other_model
 from vllm_ling.doctor.text import clean
 
+NAME_A_LING_MODEL = "name a Ling-3.0 checkpoint (BailingMoeV3ForCausalLM), or a server or log of one"
 CheckFunction = Callable[[Facts], Verdict]
 
 
@@ -45,11 +47,15 @@ def all_checks() -> dict[str, Check]:
 def run_checks(facts: Facts) -> tuple[list[Finding], list[str]]:
     """Findings of every check that a present source can serve, and the names of the others."""
     findings, idle = [], []
+    foreign = other_model(facts)
     for entry in all_checks().values():
         if not entry.sources & facts.sources:
             idle.append(entry.name)
             continue
-        findings.append(judge(entry, facts))
+        if foreign is not None:
+            findings.append(Finding(entry.name, "unknown", clean(foreign, 500), "", NAME_A_LING_MODEL))
+        else:
+            findings.append(judge(entry, facts))
     return findings, idle
 
 

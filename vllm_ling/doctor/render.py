@@ -31,9 +31,9 @@ def print_findings(findings: list[Finding], idle: list[str], everything: bool = 
         f for outcome in _ORDER for f in findings if f.outcome == outcome and (everything or outcome != "ok")
     ]
     if sys.stdout.isatty():
-        _table(shown)
+        _table(_together(shown))
     else:
-        for finding in shown:
+        for finding in _together(shown):
             print(f"{finding.outcome.upper():8}{finding.check}: {finding.evidence}")
             for name in ("cost", "fix"):
                 if text := getattr(finding, name):
@@ -41,12 +41,35 @@ def print_findings(findings: list[Finding], idle: list[str], everything: bool = 
     print(summary(findings, idle))
 
 
+def _together(findings: list[Finding]) -> list[Finding]:
+    """Unknown ones with one reason as one finding: a source that is missing must not fill the screen."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        own = finding.check if finding.outcome != "unknown" else ""
+        groups.setdefault((own, finding.evidence, finding.fix), []).append(finding)
+    return [
+        group[0]
+        if len(group) == 1
+        else dataclasses.replace(group[0], check=", ".join(finding.check for finding in group))
+        for group in groups.values()
+    ]
+
+
 def summary(findings: list[Finding], idle: list[str]) -> str:
     """One line: how many of each outcome, and what would let the other checks run."""
     counts = {outcome: sum(f.outcome == outcome for f in findings) for outcome in _ORDER}
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-    rest = f"; {len(idle)} more checks need --log FILE or --url URL" if idle else ""
+    rest = f"; {len(idle)} more checks need {_wanted(idle)}" if idle else ""
     return f"doctor: {said or 'no check ran'}{rest}"
+
+
+def _wanted(idle: list[str]) -> str:
+    """The sources that would let one of the checks that did not run, run."""
+    from vllm_ling.doctor.registry import all_checks
+
+    named = {"static": "MODEL and its serve flags", "log": "--log FILE", "live": "--url URL"}
+    useful = {source for name in idle for source in all_checks()[name].sources}
+    return " or ".join(text for source, text in named.items() if source in useful)
 
 
 def _table(shown: list[Finding]) -> None:

@@ -5,15 +5,17 @@ import gc
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
 from vllm_ling.doctor.facts.gpu import read_gpus
 from vllm_ling.doctor.facts.log import read_log
-from vllm_ling.doctor.facts.settings import parse_flags, put_settings
+from vllm_ling.doctor.facts.settings import put_command
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import all_checks, run_checks
+from vllm_ling.doctor.text import clean
 from vllm_ling.errors import LingError
 
 
@@ -48,16 +50,26 @@ def run(
         return 0
     if not words and url is None and log is None:
         raise LingError("doctor: name a model (with the flags to serve it), --url URL or --log FILE")
-    if interval_s <= 0 or interval_s > 600:
-        raise LingError(f"--interval {interval_s}: between 0 and 600 seconds")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise LingError(f"--url {url}: must start with http:// or https://")
+    if not 0 < interval_s <= 600:
+        raise LingError(f"--interval {interval_s}: above 0 and up to 600 seconds")
+    if url is not None:
+        _check_url(url)
     findings, idle, facts = examine(words, url, log, interval_s)
     if json_output:
         print(as_json(findings, facts, idle))
     else:
         print_findings(findings, idle, everything)
     return exit_code(findings)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
+    except ValueError:
+        named = False
+    if not named:
+        raise LingError(f"--url {clean(url, 80)}: must be like http://127.0.0.1:8000")
 
 
 def examine(
@@ -77,19 +89,18 @@ def examine(
         read_server(facts, url, interval_s)
     if log is not None:
         read_log(facts, log)
-    if words:
-        facts.sources.add("static")
-        put_settings(facts, parse_flags(words), "command line")
+    named = put_command(facts, words) if words else None
     read_environment(facts, env)
     _server_gpus(facts)
-    model = facts.get("serve.model")
+    # A server may know its files under another path, or tell nothing but the name under which it serves them.
+    model = named or facts.get("serve.model") or facts.get("server.model_name")
     collecting = gc.isenabled()
     gc.disable()  # half a million small objects without cycles: looking for some takes a quarter of the time
     try:
         if model:
             read_checkpoint(facts, str(model))
         else:
-            facts.lacks("checkpoint.", "no source names the model")
+            facts.lacks("checkpoint.", "no source names the model; name it too: vllm-ling doctor MODEL ...")
         findings, idle = run_checks(facts)
     finally:
         if collecting:

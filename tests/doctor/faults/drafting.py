@@ -4,6 +4,11 @@
 from tests.doctor.evidence import LIVE, LOG, but, lines, live, without
 from tests.doctor.faults.common import IDLE, LITTLE, NO_OWN_SERIES, Fault, accepted
 
+_GUARD = "(APIServer pid=100) ERROR 12-01 10:05:00 [status.py:121] vllm-ling: "
+TAIL_ALARM = f"{_GUARD}ALARM draft_tail: the last 1 of 3 draft positions are practically never accepted\n"
+NOISE_ALARM = f"{_GUARD}ALARM draft_chance: drafts are noise\n"
+NOISE_OVER = f"{_GUARD}draft_chance: over: accept length 2.60 over 2000 rounds\n"
+
 DRAFTING = [
     Fault("accepted at chance", "accept_length", "fail", "noise", accepted(0.01, 0.0, 0.0), LIVE, IDLE),
     Fault(
@@ -46,6 +51,24 @@ DRAFTING = [
         accepted(0.0, 0.0, 0.0),
         LIVE,
         live(LIVE, traffic=LITTLE),
+    ),
+    Fault(
+        "alarm while nobody looked",
+        "draft_alarms",
+        "fail",
+        "draft_chance stands",
+        live(IDLE, acceptance=(0, 0, 0)),
+        IDLE,
+        live(IDLE, acceptance=None),
+    ),
+    Fault(
+        "alarm in the log",
+        "draft_alarms",
+        "warn",
+        "draft_tail stands",
+        but(LOG, log=f"{LOG.log}{TAIL_ALARM}{NOISE_ALARM}{NOISE_OVER}"),
+        but(LOG, log=f"{LOG.log}{NOISE_ALARM}{NOISE_OVER}"),
+        without(LOG, "vllm-ling: "),
     ),
     Fault(
         "slower than no speculation",

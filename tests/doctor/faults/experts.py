@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, but, lines, live
-from tests.doctor.faults.common import Fault, record
+from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, STATIC, but, lines, live, without
+from tests.doctor.faults.common import NO_CHECKPOINT, Fault, record, words
 
 
 def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
@@ -164,5 +164,53 @@ EXPERTS = [
         ),
         but(LOG, gpu=GB10),
         but(LOG, gpu={"gpu.names": ["unreadable"]}),
+    ),
+    Fault(
+        "DeepGEMM with E8M0 on SM12x, by default",
+        "deep_gemm_scales",
+        "warn",
+        "VLLM_USE_DEEP_GEMM_E8M0=0",
+        but(STATIC, gpu=GB10),
+        but(STATIC, gpu=GB10, env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}),
+        but(without(LOG, "Selected Cutlass"), gpu=GB10),
+    ),
+    Fault(
+        "no MoE backend named for a GB10",
+        "moe_backend",
+        "warn",
+        "--moe-backend humming",
+        but(STATIC, gpu=GB10, words=words(leave="--moe-backend")),
+        but(STATIC, gpu=GB10),
+        but(STATIC, gpu={"gpu.names": ["unreadable"]}),
+    ),
+    Fault(
+        "no Humming for an H200",
+        "moe_backend",
+        "warn",
+        "pip install humming-kernels",
+        but(STATIC, words=words(leave="--moe-backend"), known={"installed.humming": False}),
+        but(STATIC, words=words(leave="--moe-backend")),
+        NO_CHECKPOINT,
+    ),
+    Fault(
+        "Humming asked and not installed",
+        "moe_backend",
+        "fail",
+        "pip install humming-kernels",
+        but(STATIC, gpu=GB10, known={"installed.humming": False}),
+        but(STATIC, gpu=GB10),
+        NO_CHECKPOINT,
+    ),
+    Fault(
+        "reference experts, by option",
+        "moe_backend",
+        "fail",
+        "leave it out",
+        but(
+            STATIC,
+            words=words("--additional-config", '{"ling": {"moe": "reference"}}', leave="--moe-backend"),
+        ),
+        STATIC,
+        NO_CHECKPOINT,
     ),
 ]

@@ -58,6 +58,19 @@ PLUGIN = [
         NO_LOG,
     ),
     Fault(
+        "filtered out, by log",
+        "plugin_active",
+        "fail",
+        "VLLM_PLUGINS leaves it out",
+        lines(
+            BARE_LOG,
+            (
+                r"^(.*Resolved architecture: BailingMoeV3MTPModel)$",
+                r"\1\nINFO - ling -> vllm_ling.metrics.stat_logger:LingStatLogger",
+            ),
+        ),
+    ),
+    Fault(
         "disabled",
         "plugin_active",
         "fail",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injected faults: graphs, caches, memory and requests."""
 
-from tests.doctor.evidence import GB10, LIVE, LOG, NO_GPU, STATIC, but, lines, live, without
+from tests.doctor.evidence import GB10, H200, LIVE, LOG, NO_GPU, STATIC, but, lines, live, without
 from tests.doctor.faults.common import (
     IDLE,
     LENGTH_LIMIT,
@@ -21,7 +21,37 @@ COLD = lines(
     ),
 )
 
+UNFINISHED = without(LOG, "Application startup complete", "Running: ", "SpecDecoding")
+_CORE = "(EngineCore pid=200) ERROR 12-01 10:00:56 [core.py:1510] "
+NO_MEMORY = (
+    f"{_CORE}EngineCore failed to start.\n{_CORE}Traceback (most recent call last):\n"
+    f"{_CORE}ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.\n"
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+)
+
 RUNTIME = [
+    Fault(
+        "no room for the cache",
+        "server_started",
+        "fail",
+        "more --gpu-memory-utilization",
+        but(UNFINISHED, log=f"{UNFINISHED.log}{NO_MEMORY}"),
+        LOG,
+        UNFINISHED,
+    ),
+    Fault(
+        "stopped by a proof",
+        "server_started",
+        "fail",
+        "draft_head_not_shared",
+        but(
+            UNFINISHED,
+            log=f"{UNFINISHED.log}{_CORE}vllm_ling.errors.LingError: draft_head_not_shared: restart without it\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+        ),
+        LOG,
+        UNFINISHED,
+    ),
     Fault(
         "eager",
         "graphs_on",
@@ -132,6 +162,46 @@ RUNTIME = [
         but(STATIC, gpu=GB10, words=words(leave="--gpu-memory-utilization")),
         but(STATIC, gpu=GB10),
         but(LOG, gpu=NO_GPU),
+    ),
+    Fault(
+        "weights larger than memory",
+        "weights_fit",
+        "fail",
+        "a smaller model",
+        but(STATIC, gpu={**H200, "gpu.memory_bytes": 1_000_000}),
+        STATIC,
+        but(STATIC, gpu={"gpu.names": ["NVIDIA GB10"]}),
+    ),
+    Fault(
+        "weights leave no room",
+        "weights_fit",
+        "warn",
+        "are left",
+        but(STATIC, gpu={**H200, "gpu.memory_bytes": 1_000_000_000}),
+        STATIC,
+        but(STATIC, config=None),
+    ),
+    Fault(
+        "unified memory in use",
+        "unified_memory",
+        "fail",
+        "--gpu-memory-utilization 0.46",
+        but(STATIC, gpu={**GB10, "gpu.available_bytes": 60_000_000_000}),
+        but(STATIC, gpu=GB10),
+        but(STATIC, gpu={key: GB10[key] for key in GB10 if key != "gpu.available_bytes"}),
+    ),
+    Fault(
+        "no share of memory",
+        "unified_memory",
+        "fail",
+        "is no share",
+        but(
+            STATIC,
+            gpu=GB10,
+            words=words("--gpu-memory-utilization", "NaN", leave="--gpu-memory-utilization"),
+        ),
+        but(STATIC, gpu=GB10),
+        but(NO_LOG, gpu=GB10),
     ),
     Fault(
         "unified memory, narrow",

@@ -5,6 +5,7 @@ import importlib
 
 for _subject in (
     "sources",
+    "command",
     "plugin",
     "checkpoint",
     "head",

@@ -113,7 +113,8 @@ def mtp_layer(facts: Facts) -> Verdict:
     names = [name for name in found.expected if name.startswith(layers)]
     missing = found.missing_mtp
     if not missing:
-        if k and facts.get("log.draft_loaded") is False and facts.get("log.runner") == "v1":
+        served = "log" in facts.sources and facts.get("log.start") != "failed"
+        if k and served and facts["log.runner"] == "v1" and not facts["log.draft_loaded"]:
             return fail(
                 f"speculation with {k} draft tokens, but the log shows no draft model being loaded",
                 'start again with --speculative-config \'{"method": "mtp", ...}\'',

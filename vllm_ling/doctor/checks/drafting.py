@@ -71,14 +71,44 @@ def draft_positions(facts: Facts) -> Verdict:
     dead = [number for number, rate in enumerate(rates, 1) if rate < DEAD]
     shown = ", ".join(f"{rate:.0%}" for rate in rates)
     if len(dead) == len(rates):
-        return fail(f"no position is accepted ({shown})", "see accept_length")
+        return fail(
+            f"no position is accepted ({shown})",
+            "see accept_length; until it is mended, leave --speculative-config out",
+            costs.useless_drafts(facts, len(rates), 0),
+        )
     if dead:
         useful = dead[0] - 1
         return warn(
             f"position {dead[0]} of {len(rates)} is never accepted ({shown})",
             f"num_speculative_tokens {useful}",
+            costs.useless_drafts(facts, len(rates), useful),
         )
     return ok(f"accepted per position: {shown}")
+
+
+@check("log", "live")
+def draft_alarms(facts: Facts) -> Verdict:
+    """The guard, which watches every round while serving, has no alarm standing.
+
+    It remembers what happened before doctor looked, so an idle server still tells: draft_chance (drafts are noise),
+    draft_tail (last positions never accepted), draft_slow (slower than plain decoding).
+    """
+    k = facts["serve.k"]
+    if not k:
+        return ok("no speculation")
+    alarms = facts["recent.alarms"]
+    if "draft_chance" in alarms:
+        return fail(
+            f"the guard's alarm draft_chance stands: {alarms['draft_chance']}",
+            "see draft_head, level_2_sleep and random_tokens; until then leave --speculative-config out",
+            costs.useless_drafts(facts, k, 0),
+        )
+    if alarms:
+        alarm, message = next(iter(alarms.items()))
+        return warn(
+            f"the guard's alarm {alarm} stands: {message}", "a smaller num_speculative_tokens for such text"
+        )
+    return ok("no alarm of the guard stands")
 
 
 @check("log", "live")
@@ -162,11 +192,12 @@ def level_2_sleep(facts: Facts) -> Verdict:
     if sleeps is None and "log.slept_level_2" in facts:
         sleeps = int(facts["log.slept_level_2"])
     if sleeps is None:
-        sleeps = facts["recent.level_2_sleeps"]
+        sleeps = facts["recent.level_2_sleeps" if "live" in facts.sources else "log.slept_level_2"]
     if sleeps or facts.get("recent.discarded"):
         return fail(
             "the server went through a level-2 sleep: the draft's weights were discarded, and only the target's "
             "are loaded again",
             "restart the server, or sleep with level 1",
+            costs.useless_drafts(facts, facts["serve.k"], 0),
         )
     return ok("no level-2 sleep since the start")

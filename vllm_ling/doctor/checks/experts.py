@@ -55,13 +55,15 @@ def _asked(facts: Facts) -> str:
     return str(next((name for name in (option, nested, asked) if name not in ("auto", None)), "auto"))
 
 
-@check("log", "live")
+@check("static", "log", "live")
 def moe_backend(facts: Facts) -> Verdict:
     """The routed experts run on a fast backend for this GPU, and on the one that was asked for.
 
     On a GB10 vLLM picks Marlin by itself; Humming must be asked for. Emulation dequantizes at every call, and experts
     that became BF16 read almost four times the bytes.
     """
+    if facts.sources == {"static"}:
+        return _backend_to_come(facts)
     fmt, names = facts.get("log.moe_format") or _format(facts), _backends(facts)
     shown, asked = ", ".join(names), _asked(facts)
     if facts.get("checkpoint.format") == "fp4" and fmt == "unquantized":
@@ -83,6 +85,7 @@ def moe_backend(facts: Facts) -> Verdict:
             return fail(
                 f"{asked} was asked for, but the experts run on {shown}",
                 "see the server log for vLLM's reason",
+                _humming(facts.get("gpu.capability")) if asked == "humming" else "",
             )
     capability = facts.get("gpu.capability")
     if any("MARLIN" in name.upper() for name in names) and asked == "auto" and fmt == "mxfp4":
@@ -100,7 +103,37 @@ def moe_backend(facts: Facts) -> Verdict:
     return ok(f"{fmt or 'experts'} on {shown}")
 
 
-def _humming(capability: int) -> str:
+def _backend_to_come(facts: Facts) -> Verdict:
+    """Before serving: what vLLM would choose on this GPU by itself, and whether what was asked for is installed."""
+    if device(facts) == "cpu":
+        return ok("on a CPU the experts run in torch")
+    if facts["checkpoint.format"] != "fp4":
+        return ok("no MXFP4 experts")
+    facts["serve.moe_backend"], facts["serve.ling"]  # not known is not "auto"
+    asked, capability = _asked(facts), facts["gpu.capability"]
+    if asked in ("humming", "ling") and not facts["installed.humming"]:
+        return fail(
+            f"{asked} was asked for, but Python finds no module `humming`",
+            "pip install humming-kernels, in the environment that serves",
+            _humming(capability),
+        )
+    # On 9.0 vLLM prefers Humming by itself, if it is there.
+    installed = facts["installed.humming"]
+    if asked == "auto" and (capability >= 120 or (capability == 90 and not installed)):
+        return warn(
+            f"no --moe-backend{'' if installed else ', and no module `humming`'}: vLLM would take Marlin on compute "
+            f"capability {capability / 10:.1f}",
+            f"{'' if installed else 'pip install humming-kernels, then '}--moe-backend humming",
+            _humming(capability),
+        )
+    if asked == "reference":
+        return fail("ling.moe=reference dequantizes the experts at every call", "leave it out")
+    return ok(f"--moe-backend {asked}")
+
+
+def _humming(capability: int | None) -> str:
+    if capability is None:
+        return ""
     if capability == 90:
         return "5.90-6.00 ms per token on Marlin against 5.56-6.07 on Humming, measured on an H200"
     return "published for a GB10: 27.71 ms per token became 25.35 with Humming (from FlashInfer)"
@@ -153,9 +186,10 @@ def moe_activations(facts: Facts) -> Verdict:
     Both are legal for Ling's MXFP4 experts, but they are not the same model: benchmark and evaluation must name the one
     that ran. A request for 8 bits that vLLM could not honour is a silent change.
     """
-    if "log.moe_activation_fallback" in facts:
+    fallback = facts["log.moe_activation_fallback"] if "log" in facts.sources else None
+    if fallback:
         return fail(
-            facts["log.moe_activation_fallback"],
+            fallback,
             "leave the activation request out, or choose a backend that has it",
         )
     if facts.get("checkpoint.format", "fp4") != "fp4":
@@ -172,7 +206,7 @@ def moe_activations(facts: Facts) -> Verdict:
     return ok(f"W4A16: {', '.join(names)} keeps BF16 activations")
 
 
-@check("static", "log", "live")
+@check("static", "log")
 def deep_gemm_scales(facts: Facts) -> Verdict:
     """DeepGEMM's E8M0 scales and compute capability 12.x do not meet.
 
@@ -186,23 +220,21 @@ def deep_gemm_scales(facts: Facts) -> Verdict:
         return unknown(f"{facts['gpu.capability']}")
     if capability < 120:
         return ok(f"compute capability {capability / 10:.1f}")
-    variables = facts.get("env.variables", {})
-    switched_off = (
-        variables.get("VLLM_USE_DEEP_GEMM") == "0" or variables.get("VLLM_USE_DEEP_GEMM_E8M0") == "0"
-    )
-    kernels = facts.get("log.linear_kernels")
-    uses = kernels is not None and any("DeepGemm" in name for name in kernels)
-    if facts.get("log.e8m0") and (uses or kernels is None):
-        return fail(
-            f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}",
-            "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
-        )
-    if kernels:
-        return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")
-    if switched_off:
-        return ok("DeepGEMM or its E8M0 scales are switched off")
     if facts.get("checkpoint.format", "fp8") not in ("fp8", "fp4"):
         return ok("no block-FP8 layers")
+    if "log" in facts.sources:
+        kernels = facts["log.linear_kernels"]
+        if not kernels:
+            return unknown("the log names no kernel of the block-FP8 layers")
+        if any("DeepGemm" in name for name in kernels) and facts["log.e8m0"]:
+            return fail(
+                f"DeepGEMM with E8M0 scales on compute capability {capability / 10:.1f}: wrong output",
+                "VLLM_USE_DEEP_GEMM_E8M0=0, or VLLM_USE_DEEP_GEMM=0",
+            )
+        return ok(f"block-FP8 layers on {', '.join(kernels[:3])}")
+    variables = facts["env.variables"]
+    if "0" in (variables.get("VLLM_USE_DEEP_GEMM"), variables.get("VLLM_USE_DEEP_GEMM_E8M0")):
+        return ok("DeepGEMM or its E8M0 scales are switched off")
     return warn(
         f"compute capability {capability / 10:.1f}: vLLM may choose DeepGEMM with E8M0 scales",
         "VLLM_USE_DEEP_GEMM_E8M0=0",

@@ -7,6 +7,7 @@ from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 _LAUNCHES = "about 1,500 launches a token go through the CPU one by one"
+_COMPILING = "one to two minutes per start"
 
 
 @check("static", "log", "live")
@@ -20,6 +21,8 @@ def graphs_on(facts: Facts) -> Verdict:
         return fail(
             "--enforce-eager: CUDA graphs and compilation are off", "leave --enforce-eager out", _LAUNCHES
         )
+    if facts.get("serve.optimization_level") == 0 and "engine.cudagraph_mode" not in facts:
+        return fail("-O0: CUDA graphs and compilation are off", "leave -O out", _LAUNCHES)
     mode = facts.get("engine.cudagraph_mode", facts.get("serve.cudagraph_mode", "as vLLM chooses"))
     if facts.get("log.graphs_off") or str(mode).upper() == "NONE":
         return fail("cudagraph_mode is NONE", "leave cudagraph_mode out of --compilation-config", _LAUNCHES)
@@ -27,6 +30,7 @@ def graphs_on(facts: Facts) -> Verdict:
         return warn(
             "cudagraph_mode is PIECEWISE: attention and KDA run outside the graphs",
             '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'',
+            "the launches of attention and KDA go through the CPU one by one",
         )
     return ok(f"cudagraph_mode {mode}")
 
@@ -53,13 +57,14 @@ def graph_sizes(facts: Facts) -> Verdict:
     if largest < k + 1:
         return fail(
             f"the largest captured size is {largest}, but one sequence verifies {k + 1} tokens",
-            f"cudagraph_capture_sizes up to {needed}",
+            f"--max-cudagraph-capture-size {needed}",
             _LAUNCHES,
         )
     if largest < needed and facts.get("serve.max_num_seqs"):
         return warn(
             f"the largest captured size is {largest}; {users} sequences verify {needed} tokens",
-            f"cudagraph_capture_sizes up to {needed}, or --max-num-seqs {max(1, largest // (k + 1))}",
+            f"--max-cudagraph-capture-size {needed}, or --max-num-seqs {max(1, largest // (k + 1))}",
+            f"full batches only: {_LAUNCHES}",
         )
     return ok(f"captured up to {largest}, needed {needed if facts.get('serve.max_num_seqs') else k + 1}")
 
@@ -73,7 +78,7 @@ def caches(facts: Facts) -> Verdict:
         return warn(
             f"{folder} cannot be written: every start compiles again",
             f"set {name} to a folder that can be written",
-            "one to two minutes per start",
+            _COMPILING,
         )
     if "log.compiled" in facts:
         compiled, cached = facts["log.compiled"], facts["log.compile_cached"]
@@ -86,6 +91,7 @@ def caches(facts: Facts) -> Verdict:
             return warn(
                 f"this start compiled {compiled} graphs and found none in the cache, as an earlier one in this log",
                 "keep VLLM_CACHE_ROOT on a volume that survives restarts",
+                _COMPILING,
             )
         return ok(f"{compiled} graphs compiled, {cached} from the cache")
     if "static" not in facts.sources:

@@ -61,6 +61,8 @@ def head_format(facts: Facts) -> Verdict:
 
 
 def _foretold(facts: Facts) -> tuple[str, str]:
+    if "_checkpoint.config" not in facts:
+        facts["checkpoint.format"]  # raises MissingFact with the reason
     config = facts["_checkpoint.config"]
     dtype = {"auto": config.get("torch_dtype") or config.get("dtype") or "bfloat16"}.get(
         facts["serve.dtype"], facts["serve.dtype"]
@@ -163,6 +165,7 @@ def draft_head(facts: Facts) -> Verdict:
             f"FAULT {code}: {message}",
             "restart without ling.inject_fault and on_fault=warn; if it stays, start "
             "without --speculative-config and report it",
+            costs.useless_drafts(facts, facts["serve.k"], 0),
         )
     proofs = facts["record.proofs"]
     if "draft_head" in proofs:
@@ -182,13 +185,13 @@ def draft_head_copies(facts: Facts) -> Verdict:
     size = costs.head_bytes(facts)
     quantization = facts.get("serve.draft_head_quantization")
     if quantization:
-        held = f"keeps {size / 2e9:.2f} GB more in memory" if size else ""
+        held = f"keeps {costs.size(size / 2)} more in memory" if size else ""
         return warn(
             f"draft_lm_head_quantization={quantization}: a second copy of the head, for drafting only",
             "leave it out: with an FP8 head the draft shares the target's module",
             held,
         )
     if facts.get("plugin.state", "active") != "active":
-        peak = f"{size / 1e9:.2f} GB more at the peak of loading" if size else ""
+        peak = f"{costs.size(size)} more at the peak of loading" if size else ""
         return warn("stock vLLM loads a head for the draft and then drops it", "see plugin_active", peak)
     return ok("the draft is built without a head")

@@ -1,12 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory: KV and state cache, preemption, unified memory, prefix caching."""
 
+from vllm_ling.doctor.compare import mtp_prefixes
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 UNIFIED_LIMIT, UNIFIED_RISK = 0.9, 0.86
 _VLLM_DEFAULT = 0.92
+_LEAST_ROOM = 3e9
+_AGAIN = "every prompt is computed from its first token on"
+
+
+@check("static")
+def weights_fit(facts: Facts) -> Verdict:
+    """The checkpoint's weights fit into the share of memory that vLLM may take, with room for the cache.
+
+    Found before a load of minutes ends in an out-of-memory error, or on a DGX Spark in a system that no longer answers.
+    """
+    if facts["gpu.names"] == []:
+        return ok("no GPU on this machine")
+    ranks = int(facts["serve.tensor_parallel_size"] or 1)
+    share, memory = _share(facts), facts["gpu.memory_bytes"]
+    weights = facts["checkpoint.bytes"]
+    if not facts["serve.k"]:
+        layers = mtp_prefixes(facts["_checkpoint.shape"])
+        headers = facts["_checkpoint.headers"]
+        weights -= sum(info.nbytes for name, info in headers.items() if layers and name.startswith(layers))
+    left = share * memory - weights / ranks
+    said = (
+        f"{weights / ranks / 1e9:.1f} GB of weights per GPU, {share:g} of {memory / 1e9:.1f} GB may be used"
+    )
+    if left <= 0:
+        return fail(
+            said,
+            "vllm-ling quantize SRC DST --format fp4"
+            if facts["checkpoint.format"] in ("bf16", "fp8")
+            else f"--tensor-parallel-size {2 * ranks}, or a smaller model",
+        )
+    if left < _LEAST_ROOM:
+        return warn(
+            f"{said}: {left / 1e9:.1f} GB are left for activations and cache",
+            f"--tensor-parallel-size {2 * ranks}, or a shorter --max-model-len",
+        )
+    return ok(f"{said}: {left / 1e9:.0f} GB are left")
+
+
+def _share(facts: Facts) -> float:
+    share = facts["serve.gpu_memory_utilization"]
+    return _VLLM_DEFAULT if share is None else float(share)
 
 
 @check("live")
@@ -17,6 +59,7 @@ def preemptions(facts: Facts) -> Verdict:
         return fail(
             f"{count:.0f} preemptions ({facts.origin('recent.vllm:num_preemptions_total')})",
             "fewer --max-num-seqs, a shorter --max-model-len, or more --gpu-memory-utilization",
+            "each one computes its prompt and all its answer so far again",
         )
     return ok("no preemption between the two readings")
 
@@ -55,9 +98,10 @@ def unified_memory(facts: Facts) -> Verdict:
         )
     if not facts["gpu.unified"]:
         return ok(f"{facts['gpu.names'][0]}: memory of its own")
-    share = facts["serve.gpu_memory_utilization"]
-    share = _VLLM_DEFAULT if share is None else float(share)
+    share = _share(facts)
     fix = "--gpu-memory-utilization 0.85"
+    if not 0 < share <= 1:
+        return fail(f"gpu_memory_utilization {share:g} is no share between 0 and 1", fix)
     if share >= UNIFIED_LIMIT:
         return fail(
             f"gpu_memory_utilization {share:g} on {facts['gpu.names'][0]}, which shares it with the system",
@@ -65,6 +109,15 @@ def unified_memory(facts: Facts) -> Verdict:
         )
     if share > UNIFIED_RISK:
         return warn(f"gpu_memory_utilization {share:g} on {facts['gpu.names'][0]}", fix)
+    if facts.sources == {"static"}:  # vLLM compares with what is available when it starts
+        total, free = facts["gpu.memory_bytes"], facts["gpu.available_bytes"]
+        if free < share * total:
+            return fail(
+                f"{free / 1e9:.0f} of {total / 1e9:.0f} GB are available, vLLM would ask for {share * total / 1e9:.0f} "
+                "and refuse to start",
+                f"stop what holds memory (another server?), or --gpu-memory-utilization "
+                f"{int(100 * free / total) / 100:g}",
+            )
     return ok(f"gpu_memory_utilization {share:g}")
 
 
@@ -77,14 +130,16 @@ def prefix_caching(facts: Facts) -> Verdict:
     """
     enabled = facts["engine.enable_prefix_caching"]
     asked = facts.get("serve.enable_prefix_caching")
-    why = (facts.get("log.prefix_off") or [""])[0]
+    # Only a log can tell that it was switched off in between; a log that cannot is no evidence.
+    why = (facts["log.prefix_off"] or [""])[0] if "log" in facts.sources else ""
     if asked and (not enabled or why):
         return fail(
             f"--enable-prefix-caching was asked for, but it is off{': ' + why if why else ''}",
             "leave the flag out, or remove what the log line names",
+            _AGAIN,
         )
     if enabled and why and facts.get("engine.device") != "cpu":
-        return warn(f"prefix caching was switched off: {why}", "remove what the log line names")
+        return warn(f"prefix caching was switched off: {why}", "remove what the log line names", _AGAIN)
     if not enabled:
         return ok("prefix caching is off, and was not asked for")
     if "live" not in facts.sources:

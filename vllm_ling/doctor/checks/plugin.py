@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether vllm-ling is there at all, in every process, and what was typed for it."""
 
+import dataclasses
 import difflib
 
+from vllm_ling.doctor import costs
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
@@ -19,10 +21,13 @@ def plugin_active(facts: Facts) -> Verdict:
     when none is installed. In each case stock vLLM serves the model: BF16 head, clamps in another form, no proofs.
     """
     if "plugin.state" in facts:
-        return _of_server(facts)
-    if facts.sources == {"static"}:
-        return _of_environment(facts)
-    return unknown(f"{facts['plugin.state']}")
+        verdict = _of_server(facts)
+    elif facts.sources == {"static"}:
+        verdict = _of_environment(facts)
+    else:
+        return unknown(f"{facts['plugin.state']}")
+    stock = verdict.outcome == "fail"
+    return dataclasses.replace(verdict, cost=costs.stock_head(facts)) if stock else verdict
 
 
 def _of_server(facts: Facts) -> Verdict:
@@ -30,6 +35,11 @@ def _of_server(facts: Facts) -> Verdict:
     where = facts.origin("plugin.state")
     if state == "active":
         return ok(f"vllm-ling {facts.get('plugin.version', '')} is active ({where})")
+    if state == "absent" and facts.get("plugin.listed"):
+        return fail(
+            f"vLLM found vllm-ling and did not load it: VLLM_PLUGINS leaves it out ({where})",
+            "add ling to VLLM_PLUGINS, or unset it",
+        )
     if state == "absent":
         return fail(
             f"the server does not know vllm-ling: stock vLLM serves the model ({where})", _absent_fix(facts)
@@ -85,13 +95,20 @@ def model_class(facts: Facts) -> Verdict:
             f"--hf-overrides architectures {architectures}: another model class", "leave architectures out"
         )
     if facts["plugin.state"] != "active":
-        return fail("stock vLLM's class serves the model: the plugin is not active", "see plugin_active")
+        return fail(
+            "stock vLLM's class serves the model: the plugin is not active",
+            "see plugin_active",
+            costs.stock_head(facts),
+        )
     quantization = facts.get("engine.quantization", facts.get("checkpoint.format"))
     if quantization in (None, "bf16"):
         return ok("BF16 checkpoint without --quantization ling: the plugin leaves the head to vLLM")
+    if facts.sources == {"log"} and facts["log.start"] != "done":
+        return unknown("the start failed before the head was chosen", "see server_started")
     return fail(
         "the plugin is active, but stock vLLM's class serves the model",
         "start without overrides of model and class",
+        costs.stock_head(facts),
     )
 
 

@@ -10,6 +10,7 @@ from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.compat import ARCHITECTURE
 from vllm_ling.doctor.facts.store import Facts
+from vllm_ling.doctor.text import clean
 from vllm_ling.errors import LingError
 
 _MAX_JSON = 16 << 20
@@ -19,8 +20,12 @@ def read_checkpoint(facts: Facts, model: str) -> None:
     """States `checkpoint.*` facts of a model name or folder, as far as it lies on this machine."""
     folder = resolve_model(model)
     if folder is None:
-        facts.lacks("checkpoint.", f"{model}: neither a folder nor a model in the local cache")
+        reason = f"{clean(model, 200)}: neither a folder nor a model in the local cache"
+        if "static" in facts.sources:  # what a server was started with may lie on another machine
+            facts.put("problem.model", reason, "command line")
+        facts.lacks("checkpoint.", reason)
         return
+    facts.put("checkpoint.name", model, "as named")
     facts.put("checkpoint.folder", str(folder), "resolved model name")
     try:
         config = _json(folder / "config.json")
@@ -31,10 +36,11 @@ def read_checkpoint(facts: Facts, model: str) -> None:
     facts.put("_checkpoint.config", config, "config.json")
     architectures = config.get("architectures")
     ours = isinstance(architectures, list) and ARCHITECTURE in architectures
+    facts.put("checkpoint.architectures", architectures, "config.json")
     facts.put("checkpoint.is_ling", ours, "config.json architectures")
     _tokenizer(facts, folder)
     if not ours:
-        facts.lacks("checkpoint.", "config.json: not a Ling checkpoint")
+        facts.lacks("checkpoint.", f"{model}: not a Ling checkpoint")
         return
     try:
         shape = LingShape.from_config(config)
@@ -59,6 +65,8 @@ def read_checkpoint(facts: Facts, model: str) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise LingError(f"{path.name}: not a file")
         with path.open("rb") as file:
             text = file.read(_MAX_JSON + 1)
         if len(text) > _MAX_JSON:

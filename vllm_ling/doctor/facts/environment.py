@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts from this process's environment: versions, the plugin's entry point, variables, caches. Imports no torch."""
 
-import ast
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -12,6 +10,7 @@ from pathlib import Path
 
 from vllm_ling import __version__
 from vllm_ling.compat import check_window, installed_vllm
+from vllm_ling.doctor.facts.known import known_flags, known_variables
 from vllm_ling.doctor.facts.store import Facts
 
 _PACKAGES = ("torch", "transformers", "humming-kernels", "flashinfer-python", "triton")
@@ -30,8 +29,11 @@ def read_environment(facts: Facts, env: Mapping[str, str] | None = None) -> None
             facts.put(f"installed.{name}", importlib.metadata.version(name), "installed distributions")
         except importlib.metadata.PackageNotFoundError:
             facts.lacks(f"installed.{name}", "not installed")
+    # Looked for, not imported: it would load torch.
+    humming = importlib.util.find_spec("humming") is not None
+    facts.put("installed.humming", humming, "this process's module path")
     _plugin(facts, env)
-    _known_variables(facts)
+    _known_names(facts)
     _caches(facts, env)
 
 
@@ -60,34 +62,12 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _known_variables(facts: Facts) -> None:
-    try:
-        facts.put("_env.known_variables", known_variables(), "vllm/envs.py")
-    except (OSError, SyntaxError, ValueError, IndexError) as error:
-        facts.lacks("env.known_variables", f"vllm/envs.py: {error}")
-
-
-@functools.cache
-def known_variables() -> frozenset[str]:
-    """Names of `vllm.envs.environment_variables`, read from the source: importing vLLM takes seconds.
-
-    Raises:
-        OSError: vLLM is not installed or its file cannot be read.
-        SyntaxError: nor parsed.
-    """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise OSError("vllm is not installed")
-    text = (Path(spec.submodule_search_locations[0]) / "envs.py").read_text(encoding="utf-8")
-    known: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Dict):
-            keys = {
-                key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
-            }
-            if any(key.startswith("VLLM_") for key in keys):
-                known |= keys
-    return frozenset(known)
+def _known_names(facts: Facts) -> None:
+    for name, read in (("known_variables", known_variables), ("known_flags", known_flags)):
+        try:
+            facts.put(f"_env.{name}", read(), "vLLM's source")
+        except (OSError, SyntaxError, ValueError, IndexError) as error:
+            facts.lacks(f"env.{name}", f"vLLM's source: {error}")
 
 
 def _caches(facts: Facts, env: Mapping[str, str]) -> None:

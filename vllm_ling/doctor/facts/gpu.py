@@ -3,6 +3,7 @@
 
 import ctypes
 from ctypes import byref, c_char, c_int, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
 
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.text import clean
@@ -16,7 +17,7 @@ class _Memory(ctypes.Structure):
 
 
 def read_gpus(facts: Facts) -> None:
-    """States `gpu.names`, `gpu.capability`, `gpu.unified` and, where the driver tells, `gpu.memory_bytes`."""
+    """States `gpu.names`, `gpu.capability`, `gpu.unified` and, where the driver or the system tells, its memory."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -49,4 +50,18 @@ def _probe(facts: Facts, nvml: ctypes.CDLL) -> None:
         if nvml.nvmlDeviceGetMemoryInfo(handle, byref(memory)) == 0:
             facts.put("gpu.memory_bytes", memory.total, "NVIDIA driver, first GPU")
     facts.put("gpu.names", names, "NVIDIA driver")
-    facts.put("gpu.unified", any(board in name for name in names for board in UNIFIED), "NVIDIA driver")
+    unified = any(board in name for name in names for board in UNIFIED)
+    facts.put("gpu.unified", unified, "NVIDIA driver")
+    if unified:  # the driver counts no memory of its own there
+        system_memory(facts, Path("/proc/meminfo"))
+
+
+def system_memory(facts: Facts, path: Path) -> None:
+    """States `gpu.memory_bytes` and `gpu.available_bytes` of a GPU that shares the system's memory."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+        kilobytes = {word[0].rstrip(":"): int(word[1]) for word in words if len(word) > 1}
+        facts.put("gpu.memory_bytes", kilobytes["MemTotal"] * 1024, str(path))
+        facts.put("gpu.available_bytes", kilobytes["MemAvailable"] * 1024, str(path))
+    except (OSError, ValueError, KeyError) as error:
+        facts.lacks("gpu.memory_bytes", f"{path}: {error}")

@@ -1,23 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts from a server log of any size and content: bounded memory and time, the last server start counts.
 
-At most HEAD bytes from the start and TAIL bytes from the end are read: what a start says stands at its beginning, what
-serving says lately at the end. Lines longer than LINE are cut. Nothing that was read is executed.
+Nothing that was read is executed, and a damaged line takes only its own facts away.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from vllm_ling.doctor.facts import log_lines, wording
+from vllm_ling.doctor.facts.drafts import accept_length, draft_tokens
 from vllm_ling.doctor.facts.settings import put_settings
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.phrases import PHRASES, known_version
 from vllm_ling.doctor.text import clean
 
-HEAD = TAIL = 16 << 20
-LINE = 1 << 16
+_MOST_S = 20.0
+# Long are only the lines with the arguments and the engine's configuration.
+_LONG, _USUAL = ("arguments", "engine"), 2048
+# What a log can tell; recorded as missing, with the reason, where it does not.
+_KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
+# Phrase -> facts that it states, also by its absence.
+_TELLS = {
+    "moe_mxfp4": ("log.moe_backend", "log.moe_format"),
+    "moe_fp8": ("log.moe_backend", "log.moe_format"),
+    "moe_int4": ("log.moe_backend", "log.moe_format"),
+    "moe_unquantized": ("log.moe_backend", "log.moe_format"),
+    "moe_mxfp4_fallback": ("log.moe_activation_fallback",),
+    "linear_kernel": ("log.linear_kernels",),
+    "e8m0": ("log.e8m0",),
+    "runner_v1": ("log.runner",),
+    "graphs_off": ("log.graphs_off",),
+    "kv_cache": ("log.kv_concurrency",),
+    "prefix_off": ("log.prefix_off",),
+    "unknown_variable": ("log.unknown_variables",),
+    "compiled": ("log.compiled",),
+    "cached": ("log.compiled", "log.compile_cached"),
+    "draft_model": ("log.draft_loaded",),
+    "asleep": ("log.slept_level_2",),
+    "spec_metrics": ("recent.accept_length", "recent.per_position"),
+    "engine_stats": ("recent.running",),
+}
 _MARKED = re.compile("|".join(re.escape(phrase.marker) for phrase in PHRASES.values()))
 _WINDOWS = 6  # of ten seconds each: the last minute of speculation
 _ENGINE_WORDS = {
@@ -44,36 +71,35 @@ def read_log(facts: Facts, path: Path) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             reading = _Reading()
-            for line in _lines(file, size):
+            until = time.monotonic() + _MOST_S
+            for line in log_lines.lines(file, size, PHRASES["arguments"].marker.encode()):
                 reading.add(line)
+                if time.monotonic() > until:
+                    raise OSError(f"not read to its end in {_MOST_S:.0f} s: no server's log")
     except OSError as error:
-        facts.put("problem.log", f"{path.name}: cannot be read ({error.strerror or error})", str(path))
+        _unreadable(facts, path, f"cannot be read ({error.strerror or error})")
         return
     if size == 0:
-        facts.put("problem.log", f"{path.name}: the file is empty", str(path))
+        _unreadable(facts, path, "the file is empty")
     elif reading.binary > reading.total // 10:
-        facts.put("problem.log", f"{path.name}: binary data, not a log", str(path))
-        return
-    facts.put("log.bytes", size, str(path))
-    facts.put("log.skipped_bytes", max(0, size - HEAD - TAIL), str(path))
-    reading.state(facts, path.name)
+        _unreadable(facts, path, "binary data, not a log (a compressed one must be unpacked first)")
+    else:
+        facts.put("log.bytes", size, str(path))
+        facts.put("log.skipped_bytes", max(0, size - log_lines.HEAD - log_lines.TAIL), str(path))
+        reading.state(facts, path)
 
 
-def _lines(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Lines of the head and the tail; of a line longer than LINE only the beginning."""
-    yield from _bounded(file, min(size, HEAD))
-    if size > HEAD:
-        file.seek(max(HEAD, size - TAIL))
-        yield from _bounded(file, TAIL)
+def _unreadable(facts: Facts, path: Path, reason: str) -> None:
+    facts.put("problem.log", f"{path.name}: {reason}", str(path))
+    for key in _KEYS:
+        facts.lacks(key, f"{path.name}: {reason}")
 
 
-def _bounded(file: BinaryIO, budget: int) -> Iterator[bytes]:
-    fresh = True
-    while budget > 0 and (line := file.readline(min(LINE, budget))):
-        budget -= len(line)
-        if fresh:
-            yield line
-        fresh = line.endswith(b"\n")
+def _literal(text: str) -> Any:
+    """A Python literal, as `ast.literal_eval` raises or returns it, without the warnings that odd ones print."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.literal_eval(text)
 
 
 class _Reading:
@@ -82,6 +108,7 @@ class _Reading:
     def __init__(self) -> None:
         self.total = self.binary = self.cold_starts = 0
         self.once: dict[str, list[str]] = {}
+        self.gone: dict[str, str] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -92,22 +119,27 @@ class _Reading:
     def add(self, raw: bytes) -> None:
         self.total += 1
         self.binary += b"\0" in raw
-        line = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+        line = log_lines.text(raw)
         if not _MARKED.search(line):
             return
         if PHRASES["arguments"].marker in line:
             self.restart()
         for name, phrase in PHRASES.items():
-            if phrase.marker in line and (match := phrase.pattern.search(line)):
+            seen = line if name in _LONG else line[:_USUAL]
+            if phrase.marker in seen and (match := phrase.pattern.search(seen)):
                 groups = [group or "" for group in match.groups()]
                 if name == "plugin_failed" and name not in self.once:
                     self.every.pop("plugin_error", None)  # the cause stands in the traceback below
                 self.once.setdefault(name, groups)
                 kept = self.every.setdefault(name, [])
                 kept.append(groups)
-                del kept[:-64]
+                if name != "exception":  # there the first ones are the cause
+                    del kept[:-64]
+                else:
+                    del kept[64:]
 
-    def state(self, facts: Facts, origin: str) -> None:
+    def state(self, facts: Facts, path: Path) -> None:
+        origin = path.name
         started = "engine" in self.once or "arguments" in self.once
         version = self.once["engine"][0] if "engine" in self.once else None
         if "bench" in self.once:
@@ -117,27 +149,36 @@ class _Reading:
                 facts.sources.discard("log")
                 return
         if not started:
-            for key in ("plugin.", "record.", "serve.", "log.", "recent."):
-                facts.lacks(key, f"{origin}: no start of a vLLM server in it")
+            _unreadable(facts, path, "no start of a vLLM server in it")
             return
         if version is not None:
             facts.put("server.version", clean(version, 40), origin)
             if not known_version(version):
-                for key in ("plugin.", "record.", "serve.", "log.", "recent."):
+                for key in _KEYS:
                     facts.lacks(key, f"{origin}: the log phrases of vLLM {clean(version, 40)} are not known")
                 return
-        self._arguments(facts, origin)
-        self._engine(facts, origin)
-        self._plugin(facts, origin)
-        self._phrases(facts, origin)
-        self._speculation(facts, origin)
+        parts: list[tuple[Callable[[Facts, str], None], str]] = [
+            (self._arguments, "serve."),
+            (self._engine, "engine."),
+            (self._plugin, "plugin."),
+            (self._phrases, "log."),
+            (self._speculation, "recent."),
+        ]
+        self.gone = wording.vanished(version or "")
+        unsaid = {key: self.gone[name] for name, keys in _TELLS.items() if name in self.gone for key in keys}
+        with facts.withholding(unsaid):
+            for part, key in parts:
+                try:
+                    part(facts, origin)
+                except (ValueError, SyntaxError, OverflowError) as error:
+                    facts.lacks(key, f"{origin}: a line is damaged ({type(error).__name__}: {error})")
 
     def _arguments(self, facts: Facts, origin: str) -> None:
         if "arguments" not in self.once:
             facts.lacks("serve.", f"{origin}: no line with the server's arguments")
             return
         try:
-            given = ast.literal_eval(self.once["arguments"][0])
+            given = _literal(self.once["arguments"][0])
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             facts.lacks("serve.", f"{origin}: the line with the server's arguments is damaged")
             return
@@ -164,8 +205,8 @@ class _Reading:
         if "cudagraph_mode" in found:
             facts.put("engine.cudagraph_mode", found["cudagraph_mode"], origin)
         if "capture_sizes" in found:
-            facts.put("engine.capture_sizes", ast.literal_eval(found["capture_sizes"]), origin)
-        facts.put("serve.k", int(found.get("k", 0)), origin)
+            facts.put("engine.capture_sizes", _literal(found["capture_sizes"]), origin)
+        facts.put("serve.k", draft_tokens(found.get("k", 0)), origin)
         facts.put("serve.method", found.get("method"), origin)
         facts.put("serve.tensor_parallel_size", int(found.get("tensor_parallel_size", 1)), origin)
         if "model" in found:
@@ -183,13 +224,33 @@ class _Reading:
             cause = self.every.get("plugin_error", [[""]])[0][0]
             facts.put("plugin.state", "failed to import", origin)
             facts.put("plugin.reason", cause or "see the traceback in the log", origin)
+        elif "plugin_failed" in self.gone:
+            facts.lacks("plugin.state", self.gone["plugin_failed"])
         elif "engine" in self.once:
             facts.put("plugin.state", "absent", origin)
+            facts.put("plugin.listed", "plugin_listed" in self.once, origin)
         facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
         facts.put("record.proofs", {g[0]: g[1] for g in self.every.get("ling_proof", [])}, origin)
         facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
-        if "ling_error" in self.once:
-            facts.put("record.error", self.once["ling_error"][0], origin)
+        if "ling_active" in self.once:
+            alarms: dict[str, str] = {}
+            for raised, message, ended in self.every.get("ling_alarm", []):
+                alarms.pop(ended, None)
+                if raised:
+                    alarms[raised] = message
+            facts.put("recent.alarms", alarms, origin)
+        failed = ("start_failed", "core_failed")
+        if set(failed) <= self.gone.keys():
+            facts.lacks("log.start", self.gone["start_failed"])
+        elif "started" in self.once or "engine_stats" in self.once:
+            facts.put("log.start", "done", origin)
+        elif any(name in self.once for name in (*failed, "ling_error")):
+            facts.put("log.start", "failed", origin)
+            errors = self.every.get("exception", [])
+            cause = self.once.get("ling_error", [": ".join(errors[0]) if errors else ""])[0]
+            facts.put("log.start_error", cause, origin)
+        else:
+            facts.lacks("log.start", f"{origin}: ends before the server answers")
 
     def _phrases(self, facts: Facts, origin: str) -> None:
         for name in ("moe_mxfp4", "moe_fp8", "moe_int4", "moe_unquantized"):
@@ -201,6 +262,8 @@ class _Reading:
             facts.lacks("log.moe_backend", f"{origin}: no line names the MoE backend")
         if "engine" in self.once:
             facts.put("log.prefix_off", [g[0] for g in self.every.get("prefix_off", [])][:1], origin)
+            fallback = self.once.get("moe_mxfp4_fallback", [None])[0]
+            facts.put("log.moe_activation_fallback", fallback, origin)
             facts.put("log.graphs_off", "graphs_off" in self.once, origin)
             facts.put("log.graphs_captured", "graphs_done" in self.once, origin)
             facts.put("log.compiled", len(self.every.get("compiled", [])), origin)
@@ -227,8 +290,6 @@ class _Reading:
             facts.put("serve.max_model_len_resolved", int(length.replace(",", "")), origin)
         else:
             facts.lacks("log.kv_concurrency", f"{origin}: no line with the KV cache's size")
-        if "moe_mxfp4_fallback" in self.once:
-            facts.put("log.moe_activation_fallback", self.once["moe_mxfp4_fallback"][0], origin)
         if "engine_stats" in self.once:
             facts.put(
                 "recent.running", max(int(g[0]) for g in self.every["engine_stats"][-_WINDOWS:]), origin
@@ -240,16 +301,17 @@ class _Reading:
         if not windows or not k:
             facts.lacks("recent.accept_length", f"{origin}: no line with speculation metrics")
             return
-        drafted = sum(int(window[2]) for window in windows)
-        drafts = drafted / k
-        facts.put("recent.drafts", drafts, f"{origin}, last {len(windows)} of vLLM's speculation lines")
-        if not drafts:
+        drafted = sum(float(window[2]) for window in windows)
+        if not drafted:
             facts.lacks("recent.accept_length", f"{origin}: nothing was drafted")
             return
+        drafts = drafted / k
+        length = accept_length(sum(float(window[1]) for window in windows), drafts, k)
         rates: list[Any] = [0.0] * k
         for window in windows:
-            share = int(window[2]) / drafted
+            share = float(window[2]) / drafted
             for position, rate in enumerate(window[3].split(", ")[:k]):
                 rates[position] += share * float(rate)
-        facts.put("recent.accept_length", 1 + sum(int(w[1]) for w in windows) / drafts, origin)
+        facts.put("recent.drafts", drafts, f"{origin}, last {len(windows)} of vLLM's speculation lines")
+        facts.put("recent.accept_length", length, origin)
         facts.put("recent.per_position", rates, origin)

@@ -4,11 +4,11 @@
 A setting that was not given has vLLM's default, which is a fact too.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_ling.doctor.facts.drafts import draft_tokens
+from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.doctor.facts.store import Facts
 
 # Setting -> vLLM's default where it does not depend on model or machine.
@@ -29,63 +29,19 @@ _DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "cudagraph_capture_sizes": None,
     "disable_log_stats": False,
-}
-_SHORT = {
-    "-q": "quantization",
-    "-tp": "tensor_parallel_size",
-    "-O": "optimization_level",
-    "-cc": "compilation_config",
-}
-_SWITCHES = {
-    "enforce_eager",
-    "enable_prefix_caching",
-    "enable_auto_tool_choice",
-    "trust_remote_code",
-    "disable_log_stats",
+    "optimization_level": None,
 }
 
 
-def parse_flags(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, switches, `--no-name` and dotted names of a serve command as a mapping.
-
-    Values that read as JSON become what they say; everything else stays text.
-    """
-    given: dict[str, Any] = {}
-    index = 0
-    while index < len(words):
-        word = words[index]
-        index += 1
-        if not word.startswith("-") or re.fullmatch(r"-\d.*", word):
-            given.setdefault("model", word)
-            continue
-        name, separator, text = word.partition("=")
-        name = _SHORT.get(name, name.lstrip("-").replace("-", "_"))
-        if not separator:
-            following = words[index] if index < len(words) else None
-            if name.removeprefix("no_") in _SWITCHES or following is None or following.startswith("--"):
-                _set(given, name.removeprefix("no_"), not name.startswith("no_"))
-                continue
-            text, index = following, index + 1
-        _set(given, name, _value(text))
-    return given
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _set(given: dict[str, Any], name: str, value: Any) -> None:
-    *path, last = name.split(".")
-    place = given
-    for part in path:
-        inner = place.setdefault(part, {})
-        if not isinstance(inner, dict):
-            return
-        place = inner
-    place[last] = value
+def put_command(facts: Facts, words: Sequence[str]) -> str | None:
+    """States `serve.*` facts from a serve command's words; returns the model that they name."""
+    facts.sources.add("static")
+    flags = read_flags(words)
+    facts.put("serve.flags", flags.names, "command line")
+    facts.put("serve.flag_problems", flags.problems, "command line")
+    put_settings(facts, flags.given, "command line")
+    model = flags.given.get("model_tag") or flags.given.get("model")
+    return None if model is None else str(model)
 
 
 def put_settings(facts: Facts, given: Mapping[str, Any], origin: str) -> None:
@@ -97,14 +53,15 @@ def put_settings(facts: Facts, given: Mapping[str, Any], origin: str) -> None:
         facts.put("serve.moe_backend_nested", kernel["moe_backend"], origin)
     speculative = given.get("speculative_config")
     if isinstance(speculative, Mapping):
-        facts.put("serve.method", str(speculative.get("method", "mtp")), origin)
-        k = speculative.get("num_speculative_tokens") or 1
-        if isinstance(k, int):
-            facts.put("serve.k", k, origin)
-        else:
-            facts.lacks("serve.k", f"{origin}: num_speculative_tokens is {k!r}")
+        facts.put("serve.speculative", dict(speculative), origin)
+        facts.put("serve.method", speculative.get("method"), origin)
+        try:
+            facts.put("serve.k", draft_tokens(speculative.get("num_speculative_tokens", 1)), origin)
+        except ValueError as error:
+            facts.lacks("serve.k", f"{origin}: num_speculative_tokens: {error}")
         facts.put("serve.draft_head_quantization", speculative.get("draft_lm_head_quantization"), origin)
     else:
+        facts.put("serve.speculative", None, origin)
         facts.put("serve.method", None, origin)
         facts.put("serve.k", 0, origin)
         facts.put("serve.draft_head_quantization", None, origin)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts: named values with their origin, and for what could not be found the reason why."""
 
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from vllm_ling.doctor.text import clean
@@ -19,10 +22,23 @@ class Facts:
         self.sources: set[Source] = set()
         self._known: dict[str, tuple[Any, str]] = {}
         self._reasons: dict[str, list[str]] = {}
+        self._withheld: Mapping[str, str] = {}
+
+    @contextmanager
+    def withholding(self, reasons: Mapping[str, str]) -> Iterator[None]:
+        """While it lasts, these keys cannot be stated: their source does not say what it used to say."""
+        self._withheld = reasons
+        for key, reason in reasons.items():
+            self.lacks(key, reason)
+        try:
+            yield
+        finally:
+            self._withheld = {}
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """States a fact unless one is already known."""
-        self._known.setdefault(key, (value, origin))
+        if key not in self._withheld:
+            self._known.setdefault(key, (value, origin))
 
     def lacks(self, key: str, reason: str) -> None:
         """Records why a source could not state `key` (or the keys below it, `prefix.`)."""
@@ -43,7 +59,7 @@ class Facts:
             return self._known[key][0]
         prefixes = [key.rsplit(".", cut)[0] + "." for cut in range(1, key.count(".") + 1)]
         reasons = [reason for name in (key, *prefixes) for reason in self._reasons.get(name, [])]
-        raise MissingFact(f"{key} is not known" + (f": {'; '.join(reasons)}" if reasons else ""))
+        raise MissingFact("; ".join(dict.fromkeys(reasons)) or f"{key} is not known")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a fact that a check can do without."""
@@ -68,6 +84,8 @@ def _plain(value: Any) -> Any:
         return {clean(key): _plain(item) for key, item in list(value.items())[:200]}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in list(value)[:200]]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     if value is None or isinstance(value, bool | int | float):
         return value
     return clean(value)
