@@ -21,6 +21,7 @@ from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.eval.draft_traces import Trace, sample, traces
 from vllm_ling.eval.provenance import provenance
 from vllm_ling.reference.load import from_checkpoint
+from vllm_ling.reference.model import LingReference
 from vllm_ling.roofline.bytes import ByteModel
 from vllm_ling.roofline.models import model_shape
 from vllm_ling.spec_decode.gate import Costs, DraftGate
@@ -46,9 +47,14 @@ class Row:
     verified: float
 
 
-def flash_costs() -> Costs:
+def flash_bytes(draft_rows: int | None = None) -> ByteModel:
+    """Flash in FP4 with an FP8 head, of which the draft reads `draft_rows` rows (None: all)."""
+    return ByteModel(model_shape("flash", "fp4"), head="fp8", context=CONTEXT, draft_rows=draft_rows)
+
+
+def flash_costs(draft_rows: int | None = None) -> Costs:
     """Bytes of flash's target steps over 1 to MOST + 1 tokens and of a draft step."""
-    model = ByteModel(model_shape("flash", "fp4"), head="fp8", context=CONTEXT)
+    model = flash_bytes(draft_rows)
     return Costs([0.0, *(model.step_bytes(n) for n in range(1, MOST + 2))], model.draft_bytes())
 
 
@@ -82,6 +88,14 @@ def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
 
 def text_sets(items: int, seed: int = 0) -> dict[str, list[Trace]]:
     """Traces of both sets, `items` texts each."""
+    model, texts = emitted(items, seed)
+    return {name: traces(model, *pair, MOST) for name, pair in texts.items()}
+
+
+def emitted(
+    items: int, seed: int = 0
+) -> tuple[LingReference, dict[str, tuple[list[list[int]], list[list[int]]]]]:
+    """tiny-ling, and per set its prompts and the tokens it emits after them."""
     folder = resolve_model("tiny-ling")
     assert folder is not None
     model = from_checkpoint(folder)
@@ -90,9 +104,9 @@ def text_sets(items: int, seed: int = 0) -> dict[str, list[Trace]]:
     words = " ".join(item["question"] for item in load_heldout(items)).split()
     chooser = random.Random(seed)
     unknown = [tokenizer.encode(" ".join(chooser.choices(words, k=24))).ids for _ in range(items)]
-    return {
-        "held_out": traces(model, known, sample(model, known, _TOKENS // 2, 0.0, seed), MOST),
-        "hard": traces(model, unknown, sample(model, unknown, _TOKENS, _HOT, seed), MOST),
+    return model, {
+        "held_out": (known, sample(model, known, _TOKENS // 2, 0.0, seed)),
+        "hard": (unknown, sample(model, unknown, _TOKENS, _HOT, seed)),
     }
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_ling.reference.cache import Cache
-from vllm_ling.reference.layers import attend
-from vllm_ling.reference.model import LingReference, MtpLayer
+from vllm_ling.reference.model import LingReference
 
 
 @dataclass(frozen=True)
@@ -57,26 +56,13 @@ def draft_steps(
         drafts [B, T, k] int64 and their probabilities [B, T, k]; slot t is drafted when token t is the last known one,
         slot 0 is meaningless (the layer needs a hidden state before it).
     """
-    layer = model.model.layers[model.config.num_hidden_layers]
-    assert isinstance(layer, MtpLayer)
+    layer = model.mtp_layer()
     hidden = model.hidden(tokens)[:, :-1]
-    length = tokens.shape[1] - 1
-    slots = torch.arange(length)
-    causal = torch.ones(1, length, length, dtype=torch.bool).tril()
     fed = tokens[:, 1:]
-    own: list[tuple[Tensor, Tensor]] = []
-    keys = values = torch.empty(0)
+    earlier: list[tuple[Tensor, Tensor]] = []
     drafts, probs = [], []
-    for step in range(steps):
-        x = layer.mix(model.model.word_embeddings(fed).float(), hidden)
-        normed = layer.input_layernorm(x)
-        q, k, v = layer.attention.project(normed, (slots + step).unsqueeze(0))
-        if step == 0:
-            keys, values = k, v
-        else:
-            own.append((k, v))
-        x = x + layer.attention.output(attend(q, keys, values, causal, own), normed)
-        hidden = layer.final_layernorm(x + layer.feed_forward(x, None))
+    for _ in range(steps):
+        hidden = layer.draft_step(model.model.word_embeddings(fed).float(), hidden, earlier)
         logits = model.logits(hidden)
         if allowed is not None:
             logits = logits[..., allowed]

@@ -5,11 +5,12 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_ling.checkpoint.headers import read_headers
 from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.options import parse_options
+from vllm_ling.quant.head_bf16 import HeadBf16Method
 from vllm_ling.quant.head_fp8 import HeadFp8Method
 from vllm_ling.quant.head_policy import HeadFacts, choose_head
 from vllm_ling.spec_decode.shared_head import UnboundHeadMethod
@@ -24,7 +25,7 @@ def head_method(layer: ParallelLMHead, prefix: str, vllm_config: VllmConfig) -> 
     choice, reason = choose_head(options, head_facts(vllm_config))
     choose("lm_head", choice, reason)
     if choice == "bf16":
-        return UnquantizedEmbeddingMethod()
+        return HeadBf16Method()
     return HeadFp8Method(
         choice,
         options.on_probe,

@@ -5,6 +5,7 @@ A BF16 head is quantized while its tensor is read, in row chunks: neither a BF16
 on the device, and every chunk passes the probe on its way. Loading again (weight reload) repeats both.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from vllm_ling.errors import LingError
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
 from vllm_ling.quant.head_probe import HeadProbe
 from vllm_ling.quant.row_fp8 import quantize_row_fp8
+from vllm_ling.spec_decode.shared_head import head_changed
 from vllm_ling.status import choose, fault, proof
 
 # 1024 rows of 2560 values are 10.5 MB in FP32; at most four such temporaries live at once, below the 64 MB that loading
@@ -50,6 +52,8 @@ class HeadFp8Method(QuantizeMethodBase):
         self._dummy = dummy
         self._wants_kernel = decode_kernel
         self._gemv: Any = None
+        self._what = "lm_head"
+        self._dtype = torch.get_default_dtype()
 
     def create_weights(
         self,
@@ -62,6 +66,7 @@ class HeadFp8Method(QuantizeMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Registers `weight` (e4m3 [rows, hidden]) and its scale, NaN until loaded."""
+        self._dtype = params_dtype
         rows, hidden = sum(output_partition_sizes), input_size_per_partition
         weight = Parameter(torch.empty(rows, hidden, dtype=torch.float8_e4m3fn), requires_grad=False)
         attributes = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
@@ -121,26 +126,54 @@ class HeadFp8Method(QuantizeMethodBase):
             raise LingError(f"lm_head.weight: FP8 drifts from BF16: {result}; start with ling.lm_head=bf16")
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if layer.weight.dtype != torch.float8_e4m3fn:
-            return
+        """Checks the scales and settles on kernels; runs again after every reload."""
+        self._gemv = None
+        if layer.weight.dtype == torch.float8_e4m3fn:
+            self._settle(layer)
+        head_changed(layer)
+
+    def _settle(self, layer: Any) -> None:
         scale = self.scale(layer)
         if self._dummy:
             scale.data.fill_(2.0**-8)
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-            raise LingError("lm_head: the FP8 head has rows whose scale is missing, zero, negative or NaN")
+            raise LingError(
+                f"{self._what}: the FP8 head has rows whose scale is missing, zero, negative or NaN"
+            )
         self._gemv, reason = self._decode_kernel(layer)
+        what = f"{self._what} decode kernel"
         if self._gemv is not None:
-            choose(
-                "lm_head decode kernel", "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations"
-            )
+            choose(what, "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations")
         elif self._wants_kernel:
-            choose("lm_head decode kernel", "none", reason)
+            choose(what, "none", reason)
+        what = f"{self._what} kernel"
         if current_platform.is_cuda() and self._source != "fp8_block":
-            choose(
-                "lm_head kernel", "cutlass_scaled_mm", "FP8 weights and per-token FP8 activations, row scales"
-            )
+            choose(what, "cutlass_scaled_mm", "FP8 weights and per-token FP8 activations, row scales")
         else:
-            choose("lm_head kernel", "dequantize", "no FP8 GEMM for this device or scale layout")
+            choose(what, "dequantize", "no FP8 GEMM for this device or scale layout")
+
+    def for_rows(self) -> "HeadFp8Method":
+        """A method of the same kind, with kernels of its own, for a layer that holds `gather`ed rows."""
+        method = copy.copy(self)
+        method._what = "draft lm_head"
+        return method
+
+    def gather(self, layer: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of the rows `ids` (int64, on the layer's device), by parameter name.
+
+        A scale per row goes along with its row. A block of 128 rows falls apart, so its rows come back multiplied by
+        their scales in the model's dtype: the numbers that `apply` computes with, in twice the bytes.
+        """
+        if layer.weight.dtype != torch.float8_e4m3fn:
+            return {"weight": layer.weight.data[ids]}
+        codes = layer.weight.data.view(torch.uint8)[ids].view(torch.float8_e4m3fn)
+        if self._source != "fp8_block":
+            return {"weight": codes, "weight_scale": layer.weight_scale.data[ids]}
+        exact = torch.empty(codes.shape, dtype=self._dtype, device=codes.device)
+        for part in _chunks(len(ids)):
+            scale = layer.weight_scale_inv.data[ids[part] // _BLOCK[0]].repeat_interleave(_BLOCK[1], -1)
+            exact[part] = (codes[part].float() * scale[:, : codes.shape[1]]).to(self._dtype)
+        return {"weight": exact}
 
     def _decode_kernel(self, layer: Any) -> tuple[Any, str]:
         if not self._wants_kernel:

@@ -2,10 +2,11 @@
 """The MTP draft as vLLM sees it: upstream's layer, without a head of its own, strictly loaded.
 
 vLLM's own proposers (V1 and V2 model runner) drive it and hand it the target's embedding and head; `SharedHead` proves
-the hand-over.
+the hand-over, and `DraftRows` reads part of the proven head where a draft vocabulary is given.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import draft_name
 from vllm_ling.models.strict_loading import load_strictly
 from vllm_ling.options import parse_options
+from vllm_ling.spec_decode.draft_rows import DraftRows
+from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
 from vllm_ling.spec_decode.shared_head import SharedHead, unbind
 
 
@@ -29,20 +32,40 @@ class LingMTPModel(BailingMoeV3MTPModel):
         options = parse_options(vllm_config.additional_config)
         layers: Any = self.model.layers
         fail = options.on_fault == "fail"
+        ids: list[int] = []
+        if options.draft_vocab is not None:
+            ids = load_draft_vocab(options.draft_vocab, self.config.vocab_size).ids
         for layer in layers.values():
-            unbind(layer.shared_head.head)
-            layer.shared_head = SharedHead(layer.shared_head.head, fail=fail, inject=options.inject_fault)
+            rows = DraftRows(ids, Path(options.draft_vocab).name) if options.draft_vocab is not None else None
+            head = layer.shared_head.head
+            unbind(head)
+            layer.shared_head = SharedHead(head, fail=fail, inject=options.inject_fault, rows=rows)
         if current_platform.is_cuda():
             from vllm_ling.models.moe_block import install_moe_blocks
 
             install_moe_blocks(self, vllm_config)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
-        """Draft logits [tokens, vocab] of `hidden_states` [tokens, hidden], through the proven head only.
+        """Draft logits [tokens, vocab] of `hidden_states` [tokens, hidden], through the proven head or rows of it only.
 
         Upstream prefers `self.lm_head` where a runner has set it; one path leaves nothing unproven.
         """
+        rows = self._shared_head(spec_step_idx).rows
+        if rows is not None and rows.active:
+            return rows.logits(self.model.logits_processor, hidden_states)
         return self.model.compute_logits(hidden_states, spec_step_idx)
+
+    def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """Best draft token ids [tokens]; what both runners ask for with `use_local_argmax_reduction`."""
+        shared = self._shared_head(spec_step_idx)
+        processor: Any = self.model.logits_processor
+        if shared.rows is not None and shared.rows.active:
+            return shared.rows.top_tokens(processor, hidden_states)
+        return processor.get_top_tokens(shared.head, hidden_states)
+
+    def _shared_head(self, step: int) -> SharedHead:
+        layers: Any = list(self.model.layers.values())
+        return layers[step % len(layers)].shared_head
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads the MTP layer and the embedding; every tensor of the layer must be consumed and every parameter filled.

@@ -15,10 +15,12 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_ling.errors import LingError
+from vllm_ling.spec_decode.draft_rows import DraftRows
 from vllm_ling.spec_decode.faults import broken_head
 from vllm_ling.status import fault, proof
 
 _target_heads: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_drafts: "weakref.WeakSet[SharedHead]" = weakref.WeakSet()
 _PROBE_ROWS = 8
 _CHECKED_ROWS = 8192  # of the weight at a time; as booleans they stay small beside it
 
@@ -26,6 +28,13 @@ _CHECKED_ROWS = 8192  # of the weight at a time; as booleans they stay small bes
 def register_target_head(head: nn.Module) -> None:
     """Notes the head of a target model in this process; the proof compares against these objects."""
     _target_heads.add(head)
+
+
+def head_changed(head: nn.Module) -> None:
+    """Called when a head's weights are final, after loading and after every reload: copies of its rows are renewed."""
+    for draft in list(_drafts):
+        if draft.head is head:
+            draft.take_rows()
 
 
 class UnboundHeadMethod(QuantizeMethodBase):
@@ -60,13 +69,19 @@ class SharedHead(nn.Module):
         placeholder: the unbound head.
         fail: raise on a violated proof; otherwise record the fault and carry on.
         inject: break the head on purpose (see `faults`).
+        rows: subset of the vocabulary to draft from, None for all of it.
     """
 
-    def __init__(self, placeholder: nn.Module, *, fail: bool, inject: str) -> None:
+    def __init__(
+        self, placeholder: nn.Module, *, fail: bool, inject: str, rows: DraftRows | None = None
+    ) -> None:
         super().__init__()
         self._fail = fail
         self._inject = inject
+        self._proven = False
+        self.rows = rows
         self.head = placeholder
+        _drafts.add(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         bound = isinstance(value, nn.Module) and not isinstance(value.quant_method, UnboundHeadMethod)
@@ -75,6 +90,16 @@ class SharedHead(nn.Module):
             return
         super().__setattr__(name, value if self._inject == "none" else broken_head(value, self._inject))
         self.prove()
+        self.take_rows()
+
+    def take_rows(self) -> None:
+        """Gathers the draft's rows from the head, if there is a subset and the head is proven to be the target's."""
+        if self.rows is None:
+            return
+        if self._proven:
+            self.rows.gather(self.head)
+        else:
+            self.rows.decline("the draft's head is not proven to be the target's")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Identity, as upstream: the final norm is part of the MTP layer."""
@@ -87,6 +112,7 @@ class SharedHead(nn.Module):
             LingError: naming what is wrong, unless faults are only to be recorded.
         """
         problem = find_problem(self.head, list(_target_heads))
+        self._proven = problem is None
         if problem is None:
             proof("draft_head", f"the draft's head is the target's module object ({_describe(self.head)})")
             return

@@ -128,6 +128,24 @@ def tune(
     raise typer.Exit(run(model, gpu))
 
 
+@app.command("draft-vocab")
+def draft_vocab(
+    model: Annotated[str, typer.Argument(help="tiny-ling, a folder or a cached model name.")],
+    source: Annotated[
+        list[Path],
+        typer.Option(
+            "--from", help="Text, or .jsonl with text, prompt, question, answer or messages; repeat it."
+        ),
+    ],
+    rows: Annotated[int, typer.Option(help="Tokens to keep, special ones included.")] = 32768,
+    out: Annotated[Path, typer.Option(help="Where the list goes.")] = Path("draft-vocab.json"),
+) -> None:
+    """List the tokens worth drafting, by their frequency in text such as the model writes for you."""
+    from vllm_ling.spec_decode.count_tokens import run
+
+    run(model, source, rows, out)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this GPU with random weights.")
 app.add_typer(bench, name="bench")
 

@@ -27,6 +27,11 @@ class LingOptions(BaseModel):
         "stock",
         description="Block-FP8 projections and the FP8 head on a GPU: vLLM's GEMM always, or ours for few tokens.",
     )
+    draft_vocab: str | None = Field(
+        None,
+        description="File of vllm-ling draft-vocab: the tokens that MTP may draft. It then reads fewer rows of "
+        "the head; the output stays the same.",
+    )
     on_fault: Literal["fail", "warn"] = Field(
         "fail",
         description="What to do when a proof at load finds a broken set-up: stop, or log FAULT and carry on.",
@@ -44,6 +49,10 @@ class LingOptions(BaseModel):
     def _no_contradictions(self) -> "LingOptions":
         if self.inject_fault != "none" and self.lm_head == "bf16":
             raise ValueError(f"inject_fault={self.inject_fault} needs an FP8 head, but lm_head=bf16")
+        if self.inject_fault != "none" and self.draft_vocab is not None:
+            raise ValueError(
+                f"inject_fault={self.inject_fault} breaks the whole draft head; leave draft_vocab out"
+            )
         if self.on_probe != "fail" and self.lm_head == "bf16":
             raise ValueError(f"on_probe={self.on_probe} judges an FP8 head, but lm_head=bf16")
         return self

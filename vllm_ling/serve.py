@@ -59,12 +59,13 @@ def preflight(args: Namespace) -> None:
     everything while the plugin is off, pass untouched.
 
     Raises:
-        LingError: unknown or contradictory `ling` options, a broken local Ling checkpoint, or `--quantization` for a
-            Ling checkpoint that carries its own.
+        LingError: unknown or contradictory `ling` options, a bad draft vocabulary, a broken local Ling checkpoint, or
+            `--quantization` for a Ling checkpoint that carries its own.
     """
     from vllm_ling.checkpoint.locate import TINY_LING, resolve_model
     from vllm_ling.checkpoint.validate import validate_checkpoint
     from vllm_ling.options import parse_options
+    from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
 
     asked = getattr(args, "model_tag", None) or args.model
     folder = resolve_model(asked)
@@ -75,7 +76,7 @@ def preflight(args: Namespace) -> None:
     if not _plugin_enabled():
         return
     additional = args.additional_config
-    parse_options(additional if isinstance(additional, dict) else None)
+    options = parse_options(additional if isinstance(additional, dict) else None)
     config = _ling_config(folder)
     if folder is None or config is None:
         return
@@ -85,6 +86,8 @@ def preflight(args: Namespace) -> None:
             f"--quantization {args.quantization}: {asked} carries its own quantization_config "
             f"(quant_method {stored.get('quant_method')!r}); leave the option out"
         )
+    if options.draft_vocab is not None and isinstance(config.get("vocab_size"), int):
+        load_draft_vocab(options.draft_vocab, config["vocab_size"], tokenizer_hash(folder))
     # A model name may be only partly in the cache; vLLM fetches the rest, and the load-time checks judge it then.
     if (bundled or Path(asked).is_dir()) and args.load_format != "dummy":
         validate_checkpoint(folder)

@@ -19,6 +19,8 @@ def test_no_section_means_defaults() -> None:
         ({"moe": True}, ["ling.moe=True"]),
         ({"inject_fault": "head_bytes", "lm_head": "bf16"}, ["inject_fault=head_bytes", "lm_head=bf16"]),
         ({"on_probe": "bf16", "lm_head": "bf16"}, ["on_probe=bf16"]),
+        ({"draft_vocab": 5}, ["ling.draft_vocab"]),
+        ({"draft_vocab": "a.json", "inject_fault": "head_bytes"}, ["inject_fault=head_bytes", "draft_vocab"]),
         ({"a": 1, "b": 2}, ["ling.a", "ling.b"]),
         ("fp8", ["'ling' must be an object"]),
     ],

@@ -92,13 +92,15 @@ def _guard(vllm_config: Any) -> DraftGuard | None:
         return None
     k = speculative.num_speculative_tokens
     try:
-        from vllm_ling.roofline.bytes import ByteModel
+        from vllm_ling.roofline.bytes import ByteModel, HeadFormat
         from vllm_ling.roofline.models import model_shape
+        from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
 
-        bf16 = parse_options(vllm_config.additional_config).lm_head == "bf16"
-        model = ByteModel(
-            model_shape(vllm_config.model_config.model), head="bf16" if bf16 else "fp8", context=1024
-        )
+        options = parse_options(vllm_config.additional_config)
+        shape = model_shape(vllm_config.model_config.model)
+        rows = options.draft_vocab and len(load_draft_vocab(options.draft_vocab, shape.vocab_size).ids)
+        head: HeadFormat = "bf16" if options.lm_head == "bf16" else "fp8"
+        model = ByteModel(shape, head=head, context=1024, draft_rows=rows or None)
         break_even = model.round_bytes(k) / model.step_bytes(1)
     except Exception as error:
         info(

@@ -12,17 +12,19 @@ class LingConfigHook(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Validates options, head choice and checkpoint files; applies CPU settings.
+        """Validates options, head choice, draft settings and checkpoint files; applies CPU settings.
 
         Raises:
             LingError: one line naming the option, file or tensor.
         """
         from vllm.platforms import current_platform
 
+        from vllm_ling.checkpoint.locate import resolve_model
         from vllm_ling.checkpoint.validate import validate_checkpoint
         from vllm_ling.options import parse_options
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
+        from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
         from vllm_ling.spec_decode.refusals import DraftFacts, refuse
         from vllm_ling.status import share
 
@@ -40,8 +42,13 @@ class LingConfigHook(VerifyAndUpdateConfig):
                 quantization=getattr(draft, "quantization", None),
                 target_quantization=target.quantization,
                 mtp_layers=getattr(target.hf_config, "num_nextn_predict_layers", 0) or 0,
+                draft_vocab=options.draft_vocab is not None,
+                tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             )
         )
+        if options.draft_vocab is not None:
+            known = tokenizer_hash(resolve_model(target.model))
+            load_draft_vocab(options.draft_vocab, target.hf_config.vocab_size, known)
         if current_platform.is_cpu():
             from vllm_ling.cpu.install import install_cpu_layers
             from vllm_ling.cpu.settings import apply_cpu_settings

@@ -70,6 +70,37 @@ class MtpLayer(DecoderLayer):
         out: Tensor = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(previous)], dim=-1))
         return out.float()
 
+    def draft_step(
+        self,
+        embedding: Tensor,
+        previous: Tensor,
+        earlier: list[tuple[Tensor, Tensor]],
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """One draft step of every slot at once.
+
+        Slot i stands at position i + step, where step is the length of `earlier`. It attends to the step-0 entries of
+        the slots up to i and to its own entries of later steps.
+
+        Args:
+            embedding: of the token each slot is fed, [B, T, hidden].
+            previous: hidden state before that token, [B, T, hidden].
+            earlier: keys and values of the steps before this one; this step's are added.
+            mask: [B, T] bool, False where a token must not count in the experts' `load`.
+
+        Returns:
+            The layer's final-norm hidden states [B, T, hidden].
+        """
+        slots = torch.arange(embedding.shape[1], device=embedding.device)
+        x = self.mix(embedding, previous)
+        normed = self.input_layernorm(x)
+        q, k, v = self.attention.project(normed, (slots + len(earlier)).unsqueeze(0))
+        earlier.append((k, v))
+        causal = (slots <= slots.unsqueeze(1)).unsqueeze(0)
+        x = x + self.attention.output(attend(q, *earlier[0], causal, earlier[1:]), normed)
+        out: Tensor = self.final_layernorm(x + self.feed_forward(x, mask))
+        return out
+
 
 class Decoder(nn.Module):
     """Embedding, decoder layers (MTP layers last, as in the checkpoint) and the final norm."""
@@ -153,6 +184,12 @@ class LingReference(nn.Module):
         out: Tensor = self.lm_head(hidden)
         return out.float()
 
+    def mtp_layer(self) -> MtpLayer:
+        """The layer that drafts."""
+        layer = self.model.layers[self.config.num_hidden_layers]
+        assert isinstance(layer, MtpLayer)
+        return layer
+
     def mtp_rollout(
         self, tokens: Tensor, hidden: Tensor, steps: int, mask: Tensor | None = None
     ) -> list[Tensor]:
@@ -171,25 +208,15 @@ class LingReference(nn.Module):
         Returns:
             k tensors [B, T, hidden].
         """
-        layer = self.model.layers[self.config.num_hidden_layers]
-        assert isinstance(layer, MtpLayer)
-        length = tokens.shape[1]
-        slots = torch.arange(length, device=tokens.device)
-        causal = torch.ones(1, length, length, dtype=torch.bool, device=tokens.device).tril()
+        layer = self.mtp_layer()
+        last = tokens.shape[1] - 1
+        slots = torch.arange(last + 1, device=tokens.device)
         embedded = self.model.word_embeddings(tokens).float()
-        own: list[tuple[Tensor, Tensor]] = []
-        keys = values = torch.empty(0)
+        earlier: list[tuple[Tensor, Tensor]] = []
         results: list[Tensor] = []
         for step in range(steps):
-            x = layer.mix(embedded[:, (slots + 1 + step).clamp(max=length - 1)], hidden)
-            normed = layer.input_layernorm(x)
-            q, k, v = layer.attention.project(normed, (slots + step).unsqueeze(0))
-            if step == 0:
-                keys, values = k, v
-            else:
-                own.append((k, v))
-            x = x + layer.attention.output(attend(q, keys, values, causal, own), normed)
-            hidden = layer.final_layernorm(x + layer.feed_forward(x, mask))
+            fed = embedded[:, (slots + 1 + step).clamp(max=last)]
+            hidden = layer.draft_step(fed, hidden, earlier, mask)
             results.append(hidden)
         return results
 
