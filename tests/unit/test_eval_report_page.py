@@ -93,6 +93,7 @@ def test_units_of_the_figures(tmp_path: Path) -> None:
         "invalid": "0",
         "truncated": "0",
         "transport errors": "0",
+        "without token counts": "0",
         "tok/s": "10.0",
         "TPOT, ms": "100",
         "TTFT, ms": "500",
