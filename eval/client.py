@@ -209,14 +209,20 @@ def _refused(response: httpx.Response, detail: str) -> Answer:
     return Answer(error=f"HTTP {code}: {detail[:300]}", final=code < 500 and code not in _TRY_AGAIN)
 
 
-async def ask_again(client: httpx.AsyncClient, path: str, body: dict[str, Any], retries: int) -> Answer:
-    """`ask`, up to `retries` times more where another try may help; the figures are those of the last try."""
-    answer = await ask(client, path, body)
+async def ask_again(
+    client: httpx.AsyncClient, path: str, body: Callable[[], dict[str, Any]], retries: int
+) -> Answer:
+    """`ask`, up to `retries` times more where another try may help; the figures are those of the last try.
+
+    Args:
+        body: gives the body of each try.
+    """
+    answer = await ask(client, path, body())
     for number in range(retries):
         if answer.error is None or answer.final:
             break
         await asyncio.sleep(_PAUSE_S * 2**number)
-        answer = replace(await ask(client, path, body), tries=number + 2)
+        answer = replace(await ask(client, path, body()), tries=number + 2)
     return answer
 
 
