@@ -129,9 +129,8 @@ def evaluate(what: Gsm8k, served: Served, out: Path, *, label: str | None, resta
             judge(entries, scores["samples"][what.task], FILTERS[what.task]),
         )
         write_json(out, result.model_dump())
-        if (
-            not result.summary.transport_errors
-        ):  # else the same command asks for what failed, and for nothing else
+        # With errors the journal stays: the same command then asks for what failed, and for nothing else.
+        if not result.summary.transport_errors:
             journal.finish(out)
     return result
 

@@ -91,9 +91,8 @@ def measure(what: Synthetic, served: Served, out: Path, *, label: str | None, re
         }
         result = make(origin, items)
         write_json(out, result.model_dump())
-        if (
-            not result.summary.transport_errors
-        ):  # else the same command asks for what failed, and for nothing else
+        # With errors the journal stays: the same command then asks for what failed, and for nothing else.
+        if not result.summary.transport_errors:
             journal.finish(out)
     return result
 
