@@ -11,6 +11,7 @@ from tests.unit.mock_servers import serving
 from vllm_ling.errors import LingError
 from vllm_ling.eval.commands import check_out
 from vllm_ling.eval.metrics import DRAFTS
+from vllm_ling.eval.mock_server import main
 from vllm_ling.eval.served import describe
 from vllm_ling.eval.target import target
 from vllm_ling.metrics import names
@@ -67,3 +68,19 @@ def test_the_port_is_ours_however_it_is_written(tmp_path: Path) -> None:
     for words in (["m", "--port", "1"], ["m", "--port=1"]):
         with pytest.raises(LingError, match="--port"), target(None, words, model=None, log=tmp_path / "log"):
             pass
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--speculative-config", "{}", "--accept", "0"], None),
+        (["--speculative-config", '{"method": "mtp"}', "--accept", "2,0"], "--accept 2,0"),
+        (["--speculative-config", '{"method": "mtp"}', "--accept", "two"], "--accept two"),
+        (["--pretend", "lm_head"], "--pretend lm_head: expected WHAT=CHOICE"),
+        (["--fail", "fire:1"], "--fail fire:1"),
+    ],
+)
+def test_the_mock_names_a_bad_option(words: list[str], said: str | None) -> None:
+    """The last check is the port's, which is out of range, so that none of them serves."""
+    with pytest.raises(LingError, match=said or "--port 70000: .*choose another"):
+        main(["--port", "70000", *words])
