@@ -99,7 +99,7 @@ class _Reading:
         chunk = json.loads(event)
         if chunk.get("error"):
             raise httpx.RemoteProtocolError(f"server error in the stream: {chunk['error']}")
-        choices = chunk.get("choices") or []
+        choices: list[dict[str, Any]] = chunk.get("choices") or []
         choice = next((choice for choice in choices if not choice.get("index")), {})
         delta = choice.get("delta") or {}
         said = delta.get("content") or choice.get("text") or ""

@@ -88,7 +88,7 @@ def ablate(
 
     def work() -> int:
         found = rows(run(what, out, restart=restart, console=console), margin)
-        text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}")
+        text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}", margin)
         content = {"schema_version": 1, "provenance": {**provenance(), **what.signature()}}
         write_json(out / "ablation.json", {**content, "stages": as_data(found)})
         write_text(out / "ablation.md", text)
