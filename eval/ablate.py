@@ -82,7 +82,7 @@ def run(what: Ablation, out: Path, *, restart: bool, console: Console) -> list[S
             if missing:
                 console.print(f"round {number + 1} of {what.rounds}, {stage.name}", markup=False)
                 _measure_stage(what, stage, missing, console)
-    return [
+    found = [
         StageFiles(
             stage,
             load(out / stage.name / "gsm8k.json"),
@@ -90,6 +90,13 @@ def run(what: Ablation, out: Path, *, restart: bool, console: Console) -> list[S
         )
         for stage in what.stages
     ]
+    for workload in ([one.gsm8k for one in found], [file for one in found for file in one.synthetic]):
+        if len({file.provenance.get("data_sha256") for file in workload}) > 1:
+            raise LingError(
+                f"{out}: --data or --text was changed between the stages, so they cannot be compared; "
+                "choose another --out, or --restart"
+            )
+    return found
 
 
 def _files(out: Path, stage: AblationStage, number: int) -> list[Path]:
@@ -101,7 +108,9 @@ def _files(out: Path, stage: AblationStage, number: int) -> list[Path]:
 def _measure_stage(what: Ablation, stage: AblationStage, missing: Sequence[Path], console: Console) -> None:
     for attempt in range(1, _STARTS + 1):
         try:
-            _serve_and_measure(what, stage, missing, console)
+            # The log of a server that died is not overwritten by the next one's.
+            log = missing[0].parent / ("server.log" if attempt == 1 else f"server-{attempt}.log")
+            _serve_and_measure(what, stage, missing, log, console)
             return
         except ServerError as error:
             console.print(error.tail, markup=False)
@@ -117,14 +126,13 @@ class _StoppedAnsweringError(LingError):
 
 
 def _serve_and_measure(
-    what: Ablation, stage: AblationStage, missing: Sequence[Path], console: Console
+    what: Ablation, stage: AblationStage, missing: Sequence[Path], log: Path, console: Console
 ) -> None:
-    folder = missing[0].parent
     with target(
         None,
         [*what.serve, *stage.serve_flags()],
         model=None,
-        log=folder / "server.log",
+        log=log,
         command=what.command,
         env={**(what.env or {}), **stage.env()},
     ) as served:
@@ -136,9 +144,13 @@ def _serve_and_measure(
                 result = _measure(what, stage, served, path)
             except LingError as error:
                 raise _StoppedAnsweringError(str(error)) if _gone(served) else error from None
+            failed, figure = result.summary.transport_errors, result.summary.tok_per_s
+            if failed and _gone(served):  # too near the end for the run to see it by itself
+                path.unlink()
+                raise _StoppedAnsweringError(f"{failed} requests failed, and now it is gone (log: {log})")
             _check_drafts(stage, result, path)
-            figure = result.summary.tok_per_s
-            console.print(f"  {path.stem}: {figure or 0:.1f} tok/s", markup=False)
+            speed = "no speed" if figure is None else f"{figure:.1f} tok/s"
+            console.print(f"  {path.stem}: {speed}", markup=False)
 
 
 def _measure(what: Ablation, stage: AblationStage, served: Served, path: Path) -> ResultFile:
@@ -179,7 +191,7 @@ def _claim(path: Path, signature: dict[str, Any], restart: bool) -> None:
         except ValueError:
             found = {}
         for name, value in signature.items():
-            if found.get(name) != value:
+            if not isinstance(found, dict) or found.get(name) != value:
                 raise LingError(
                     f"{path.parent} holds an ablation with other {name}; choose another --out, or --restart to "
                     "throw it away"

@@ -2,6 +2,7 @@
 """The stages of an ablation: which flags each adds, and how to tell that a server really runs it. Pure logic."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ def plan(names: Sequence[str], extra: Mapping[str, str], gpu: bool) -> list[Abla
     """
     if not names:
         raise LingError(f"--stages: name at least one of {', '.join(KNOWN)}")
+    if odd := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
+        raise LingError(f"--stages: {odd[0]!r} names a folder: letters, digits, and - . _ within")
     if repeated := {name for name in names if names.count(name) > 1}:
         raise LingError(f"--stages: {', '.join(sorted(repeated))} is there twice")
     if unused := [name for name in extra if name not in names]:

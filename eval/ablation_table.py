@@ -32,6 +32,7 @@ class Row:
     real_gain: Gain | None
     synthetic_gain: Gain | None
     accuracy: Comparison | None
+    failed: int = 0
 
 
 def rows(stages: Sequence[StageFiles], margin: float) -> list[Row]:
@@ -43,17 +44,20 @@ def rows(stages: Sequence[StageFiles], margin: float) -> list[Row]:
             real=stage.gsm8k,
             synthetic_tok_per_s=median(speeds) if (speeds := _speeds(stage)) else None,
             synthetic_spread=(min(speeds), max(speeds)) if speeds else None,
-            real_gain=_gain([base.gsm8k], [stage.gsm8k]),
-            synthetic_gain=_gain(base.synthetic, stage.synthetic),
+            real_gain=paired_gain([base.gsm8k], [stage.gsm8k]),
+            synthetic_gain=paired_gain(base.synthetic, stage.synthetic),
             accuracy=None if stage is base else paired_accuracy(base.gsm8k.items, stage.gsm8k.items, margin),
+            failed=sum(file.summary.transport_errors for file in (stage.gsm8k, *stage.synthetic)),
         )
         for stage in stages
     ]
 
 
-def markdown(found: Sequence[Row], what: str) -> str:
-    """The table and the gap lines. `what` names the synthetic load."""
-    headings = ["stage", "GSM8K tok/s", "TPOT ms", "latency s, mean", "p95", "accept length", "accuracy"]
+def markdown(found: Sequence[Row], what: str, margin: float) -> str:
+    """The table and the gap lines. `what` names the synthetic load, `margin` is that of `rows`."""
+    task = found[0].real.provenance.get("workload")
+    headings = ["stage", f"{task} tok/s", "TPOT ms", "latency s, mean", "p95", "accept length (positions)"]
+    headings += ["accuracy"]
     headings += [f"{what} tok/s (spread)", "gain real", "gain synthetic"]
     lines = ["| " + " | ".join(headings) + " |", "|---|" + "--:|" * (len(headings) - 1)]
     for row in found:
@@ -65,7 +69,7 @@ def markdown(found: Sequence[Row], what: str) -> str:
             _figure(s.tpot_ms, ".2f"),
             _figure(s.latency_s_mean, ".2f"),
             _figure(s.latency_s_p95, ".2f"),
-            _figure(s.accept_length, ".2f"),
+            _figure(s.accept_length, ".2f") + _positions(row.real),
             _figure(s.accuracy, ".2%"),
             _figure(row.synthetic_tok_per_s, ".1f")
             + (f" ({spread[0]:.1f} to {spread[1]:.1f})" if spread else ""),
@@ -76,9 +80,13 @@ def markdown(found: Sequence[Row], what: str) -> str:
     lines.append("")
     lines += [line for row in found[1:] if (line := gap_line(row))]
     lines += [
-        f"{row.name}: accuracy {row.accuracy.verdict} against {found[0].name}: {row.accuracy.sentence}"
+        f"{row.name}: accuracy {row.accuracy.verdict} against {found[0].name}, margin {margin:.2%}: "
+        f"{row.accuracy.sentence}"
         for row in found[1:]
         if row.accuracy
+    ]
+    lines += [
+        f"{row.name}: {row.failed} requests failed; they are in no figure" for row in found if row.failed
     ]
     return "\n".join(lines) + "\n"
 
@@ -101,6 +109,7 @@ def as_data(found: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
+            "failed": row.failed,
             "gsm8k": row.real.summary.model_dump(),
             "server": row.real.provenance.get("server"),
             "synthetic_tok_per_s": row.synthetic_tok_per_s,
@@ -140,9 +149,22 @@ def load_of(files: Sequence[ResultFile]) -> Load | None:
     )
 
 
-def _gain(base: Sequence[ResultFile], run: Sequence[ResultFile]) -> Gain | None:
-    one, other = load_of(base), load_of(run)
+def paired_gain(base: Sequence[ResultFile], run: Sequence[ResultFile]) -> Gain | None:
+    """The gain over the items that were measured in both: a failed request must not change the mix."""
+    both = [_measured(a) & _measured(b) for a, b in zip(base, run, strict=True)]
+    one, other = load_of(_only(base, both)), load_of(_only(run, both))
     return gain(one, other) if one and other else None
+
+
+def _measured(file: ResultFile) -> set[str]:
+    return {item.id for item in file.items if item.latency_s is not None}
+
+
+def _only(files: Sequence[ResultFile], kept: Sequence[set[str]]) -> list[ResultFile]:
+    return [
+        file.model_copy(update={"items": [item for item in file.items if item.id in ids]})
+        for file, ids in zip(files, kept, strict=True)
+    ]
 
 
 def _speeds(stage: StageFiles) -> list[float]:
@@ -156,6 +178,11 @@ def _speeds(stage: StageFiles) -> list[float]:
             if load:
                 found.append(1 / load.tpot_s)
     return found
+
+
+def _positions(file: ResultFile) -> str:
+    shares = file.summary.acceptance
+    return f" ({', '.join(f'{share:.0%}' for share in shares)})" if shares else ""
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -2,8 +2,10 @@
 """Asks a server many requests: what is finished goes into a journal at once, what failed is asked again on resume."""
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import httpx
@@ -13,6 +15,7 @@ from vllm_ling.eval.client import READ_TIMEOUT_S, Answer, ask, ask_again, connec
 from vllm_ling.eval.journal import Journal
 from vllm_ling.eval.metrics import SpecCounters, parse_counters
 
+_METRICS_S = 10.0
 _GONE_AFTER = 5  # failures in a row without any answer between them: the server is gone
 
 
@@ -27,7 +30,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Sending:
-    """How to ask. `timeout_s`: longest silence; `warm_up`: requests before the first that counts."""
+    """How to ask.
+
+    Attributes:
+        timeout_s: longest silence.
+        warm_up: requests before the first that counts.
+        uncached: no prompt may be answered from the server's prefix cache, whoever asked it before: not the warm-up,
+            not an earlier try, not the same workload an hour ago.
+    """
 
     url: str
     path: str
@@ -35,6 +45,7 @@ class Sending:
     retries: int = 2
     timeout_s: float = READ_TIMEOUT_S
     warm_up: int = 1
+    uncached: bool = False
 
 
 class Watcher(Protocol):
@@ -86,14 +97,15 @@ class _Asking:
         async with connect(how.url, how.concurrency + 1, how.timeout_s) as client:
             for _ in range(how.warm_up):
                 # Short: it is there to load kernels, connections and the prefix that all prompts share.
-                await ask(client, how.path, {**requests[0].body, "max_tokens": 8})
+                await ask(client, how.path, {**self._body(requests[0]), "max_tokens": 8})
             self.counters = await self._read(client)
             queue = iter(requests)
             await asyncio.gather(*(self._work(client, queue) for _ in range(how.concurrency)))
 
     async def _work(self, client: httpx.AsyncClient, queue: Any) -> None:
         for request in queue:  # shared by the workers; nothing awaits while it advances
-            answer = await ask_again(client, self.sending.path, dict(request.body), self.sending.retries)
+            body = partial(self._body, request)
+            answer = await ask_again(client, self.sending.path, body, self.sending.retries)
             entry = {**entry_of(request, answer), **await self._drafts(client, answer)}
             self.journal.add(entry)
             self.watcher.item(entry)
@@ -104,15 +116,19 @@ class _Asking:
                     f"{self.journal.path}, and the same command goes on from there"
                 )
 
+    def _body(self, request: Request) -> dict[str, Any]:
+        # vLLM's prefix cache finds a prompt only under the salt it came with.
+        return {**request.body, **({"cache_salt": secrets.token_hex(8)} if self.sending.uncached else {})}
+
     async def _drafts(self, client: httpx.AsyncClient, answer: Answer) -> dict[str, Any]:
         async with self.reading:  # else two items would be given the same drafts
             before, now = self.counters, await self._read(client)
             self.counters = now
         # The counts of failed tries, and of a server that was started anew, are nobody's.
-        if before is None or now is None or answer.error or answer.tries > 1 or now.drafts < before.drafts:
+        if before is None or now is None or answer.error or answer.tries > 1:
             return {}
         change = now.since(before)
-        if not change.drafts:
+        if not change.drafts or min(change.drafts, change.accepted, *change.accepted_at) < 0:
             return {}
         return {
             "drafts": int(change.drafts),
@@ -122,7 +138,7 @@ class _Asking:
 
     async def _read(self, client: httpx.AsyncClient) -> SpecCounters | None:
         try:
-            page = await client.get("/metrics")
+            page = await client.get("/metrics", timeout=_METRICS_S)
             return parse_counters(page.text) if page.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
@@ -134,10 +150,12 @@ def entry_of(request: Request, answer: Answer) -> dict[str, Any]:
     if answer.error is not None:
         return {**entry, "error": answer.error}
     entry["truncated"] = answer.finish == "length"
-    if answer.tries > 1:
-        entry["note"] = f"answered at try {answer.tries}"
+    notes = [f"answered at try {answer.tries}"] if answer.tries > 1 else []
+    notes += [] if answer.note is None else [answer.note]
+    if notes:
+        entry["note"] = "; ".join(notes)
     if answer.note is not None:
-        return {**entry, "note": answer.note}
+        return entry
     return {
         **entry,
         "prompt_tokens": answer.prompt_tokens,

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ import httpx
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READ_TIMEOUT_S = 120.0
 _PAUSE_S = 0.5  # before the first retry; doubles
+_TRY_AGAIN = (408, 425, 429)  # client errors that pass
+_BROKEN = ("abort", "error")  # finish reasons of an answer that the server gave up
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,24 @@ class Answer:
         return self.decode_s / self.decoded if self.decoded > 0 else None
 
 
+class _Events:
+    """Splits a stream into the data of its events.
+
+    By line feeds alone: JSON may hold raw line separators such as U+2028, at which text would be split too.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes; comments, other fields and empty lines are left out."""
+        self._rest += data
+        if b"\n" not in data:
+            return []
+        *lines, self._rest = self._rest.split(b"\n")
+        return [bytes(line[len(b"data:") :].strip()) for line in lines if line.startswith(b"data:")]
+
+
 class _Reading:
     """Collects the chunks of one answer with the time of each token."""
 
@@ -69,36 +90,49 @@ class _Reading:
         self.note: str | None = None
         self.pieces = 0
         self.chunks: list[int] = []
+        self.counted_late = self.done = False
 
-    def add(self, chunk: dict[str, Any], now: float) -> None:
-        if "error" in chunk:
+    def add(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self.done = True
+            return
+        chunk = json.loads(event)
+        if chunk.get("error"):
             raise httpx.RemoteProtocolError(f"server error in the stream: {chunk['error']}")
-        choice = (chunk.get("choices") or [{}])[0]
+        choices: list[dict[str, Any]] = chunk.get("choices") or []
+        choice = next((choice for choice in choices if not choice.get("index")), {})
         delta = choice.get("delta") or {}
         said = delta.get("content") or choice.get("text") or ""
         piece = said or delta.get("reasoning_content") or delta.get("reasoning") or ""
         usage = chunk.get("usage") or {}
-        counted = usage.get("completion_tokens", 0)
-        self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+        counted = _count(usage, "completion_tokens") or 0
+        prompt = _count(usage, "prompt_tokens")
+        self.prompt_tokens = self.prompt_tokens if prompt is None else prompt
         self.text += said
         self.pieces += bool(piece)
         self.finish = choice.get("finish_reason") or self.finish
         if usage and counted < self.tokens:
             self.note = f"usage: the count of output tokens fell from {self.tokens} to {counted}"
-        if counted > self.tokens or piece:
+        # A count that comes alone after the text, as a total does, is not the time of a token.
+        if piece or (counted > self.tokens and (choices or not self.first_at)):
             self.last_at = now
             if not self.first_at:
                 self.first_at, self.first_tokens = now, max(counted, 1)
+                self.counted_late = not counted
         if counted > self.tokens:
             self.chunks.append(counted - self.tokens)
         self.tokens = max(self.tokens, counted)
 
     def answer(self, started: float) -> Answer:
-        if self.finish is None or not self.tokens:
+        if self.finish in _BROKEN:
+            return Answer(
+                text=self.text, error=f"the server gave the answer up (finish reason {self.finish})"
+            )
+        if self.finish is None:
             return Answer(text=self.text, error="the stream ended before the answer did")
-        # A server that counts only at the end brings all its tokens in one chunk that comes last.
-        counted_late = self.pieces > 1 and len(self.chunks) == 1
-        if self.tokens > self.most:
+        if not self.tokens:
+            self.note = "usage: the server did not count the output tokens"
+        elif self.tokens > self.most:
             self.note = f"usage: {self.tokens} output tokens counted, {self.most} asked for"
         elif self.tokens < self.pieces and not self.note:
             self.note = f"usage: {self.tokens} output tokens counted in {self.pieces} chunks"
@@ -108,11 +142,18 @@ class _Reading:
             first_tokens=self.first_tokens,
             ttft_s=self.first_at - started,
             decode_s=self.last_at - self.first_at,
-            chunks=None if counted_late else tuple(self.chunks),
+            chunks=None if self.counted_late else tuple(self.chunks),
             prompt_tokens=self.prompt_tokens,
             finish=self.finish,
             note=self.note,
         )
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
@@ -126,34 +167,62 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**body, "stream": True, "stream_options": options}
     reading, started = _Reading(int(body["max_tokens"])), time.perf_counter()
+    error = await _read(client, path, body, reading)
+    # What goes wrong after the end of the answer is no matter of the answer.
+    if error is None or reading.done:
+        return reading.answer(started)
+    return replace(error, text=reading.text)
+
+
+async def _read(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], reading: _Reading
+) -> Answer | None:
+    """Reads the whole answer into `reading`; returns an `Answer` only for its error."""
+    limit = client.timeout.read or math.inf
     try:
         async with client.stream("POST", path, json=body) as response:
-            if response.is_error:
-                detail = (await response.aread()).decode(errors="replace")[:300]
-                return Answer(
-                    error=f"HTTP {response.status_code}: {detail}", final=response.status_code // 100 == 4
-                )
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    reading.add(json.loads(line[len("data: ") :]), time.perf_counter())
+            if not response.is_success:
+                return _refused(response, (await response.aread()).decode(errors="replace"))
+            events, heard = _Events(), time.perf_counter()
+            async for data in response.aiter_bytes():
+                now = time.perf_counter()
+                for event in events.feed(data):
+                    reading.add(event, now)
+                    heard = now
+                if now - heard > limit:  # comments that keep a connection alive are no answer
+                    raise httpx.ReadTimeout("")
+            for event in events.feed(b"\n"):
+                reading.add(event, time.perf_counter())
     except httpx.ReadTimeout:
-        limit = client.timeout.read or 0.0
-        return Answer(text=reading.text, error=f"stalled: nothing came for {limit:g} s")
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
-        return Answer(text=reading.text, error=f"malformed event: {type(error).__name__}: {error}")
+        return Answer(error=f"stalled: nothing came for {limit:g} s")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        return Answer(error=f"malformed event: {type(error).__name__}: {error}")
     except httpx.HTTPError as error:
-        return Answer(text=reading.text, error=f"{type(error).__name__}: {error}")
-    return reading.answer(started)
+        return Answer(error=f"{type(error).__name__}: {error}")
+    return None
 
 
-async def ask_again(client: httpx.AsyncClient, path: str, body: dict[str, Any], retries: int) -> Answer:
-    """`ask`, up to `retries` times more where another try may help; the figures are those of the last try."""
-    answer = await ask(client, path, body)
+def _refused(response: httpx.Response, detail: str) -> Answer:
+    code = response.status_code
+    if response.is_redirect:
+        detail = f"redirected to {response.headers['location']}; give that address as --url"
+    return Answer(error=f"HTTP {code}: {detail[:300]}", final=code < 500 and code not in _TRY_AGAIN)
+
+
+async def ask_again(
+    client: httpx.AsyncClient, path: str, body: Callable[[], dict[str, Any]], retries: int
+) -> Answer:
+    """`ask`, up to `retries` times more where another try may help; the figures are those of the last try.
+
+    Args:
+        body: gives the body of each try.
+    """
+    answer = await ask(client, path, body())
     for number in range(retries):
         if answer.error is None or answer.final:
             break
         await asyncio.sleep(_PAUSE_S * 2**number)
-        answer = replace(await ask(client, path, body), tries=number + 2)
+        answer = replace(await ask(client, path, body()), tries=number + 2)
     return answer
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `vllm-ling eval gsm8k|synthetic|ablate` from their options to exit code and printed figures."""
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -16,8 +17,9 @@ from vllm_ling.eval.ablate import Ablation, run
 from vllm_ling.eval.ablation_stages import plan
 from vllm_ling.eval.ablation_table import as_data, markdown, rows
 from vllm_ling.eval.gsm8k import Gsm8k
+from vllm_ling.eval.journal import beside
 from vllm_ling.eval.provenance import provenance
-from vllm_ling.eval.report import write_json
+from vllm_ling.eval.report import write_json, write_text
 from vllm_ling.eval.result_file import ResultFile
 from vllm_ling.eval.served import Served
 from vllm_ling.eval.synthetic import Synthetic
@@ -79,16 +81,17 @@ def ablate(
     if not 0 < margin < 1:
         raise LingError(f"--margin {margin:g}: a share of the items between 0 and 1, such as 0.01")
     extra = dict(_named_flags(word) for word in flags)
-    names = [name for name in stages.split(",") if name]
+    names = [name.strip() for name in stages.split(",") if name.strip()]
     what = Ablation(plan(names, extra, _has_gpu_build()), serve, questions, load, rounds)
     console = Console(highlight=False)
+    check_out(out / "ablation.json")
 
     def work() -> int:
         found = rows(run(what, out, restart=restart, console=console), margin)
-        text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}")
+        text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}", margin)
         content = {"schema_version": 1, "provenance": {**provenance(), **what.signature()}}
         write_json(out / "ablation.json", {**content, "stages": as_data(found)})
-        (out / "ablation.md").write_text(text, encoding="utf-8")
+        write_text(out / "ablation.md", text)
         console.print(text, markup=False, soft_wrap=True)
         return 0
 
@@ -106,11 +109,30 @@ def choose_text(text: Path | None, random_tokens: bool) -> Path | None:
     return text
 
 
+def check_out(out: Path) -> None:
+    """Before hours are spent: whether a result can be written to `out`.
+
+    Raises:
+        LingError: it is a folder, or its own folder cannot be written to.
+    """
+    if out.is_dir():
+        raise LingError(f"--out {out} is a folder; name a file in it, such as {out / 'result.json'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(out.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise LingError(f"--out {out}: nothing can be written to {out.parent}; choose another place")
+
+
 def _one_run(
     work: Callable[[Served], ResultFile], url: str | None, serve: Sequence[str], model: str | None, out: Path
 ) -> int:
+    check_out(out)
+
     def inside() -> int:
-        with target(url, serve, model=model, log=out.with_suffix(".log")) as served:
+        with target(url, serve, model=model, log=beside(out, ".log")) as served:
             result = work(served)
         print(summary_text(result))
         print(f"written: {out}")

@@ -55,8 +55,7 @@ class Gsm8k:
     def settings(self, served: Served, data_sha256: str) -> dict[str, Any]:
         """What the answers depend on."""
         return {
-            "model": served.model,
-            "choices": served.choices,
+            **served.identity(),
             "task": self.task,
             "data_sha256": data_sha256,
             "fewshot": self.fewshot,
@@ -130,7 +129,9 @@ def evaluate(what: Gsm8k, served: Served, out: Path, *, label: str | None, resta
             judge(entries, scores["samples"][what.task], FILTERS[what.task]),
         )
         write_json(out, result.model_dump())
-        journal.finish(out.with_suffix(".answers.jsonl"))
+        # With errors the journal stays: the same command then asks for what failed, and for nothing else.
+        if not result.summary.transport_errors:
+            journal.finish(out)
     return result
 
 

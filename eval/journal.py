@@ -7,11 +7,20 @@ The first line holds the settings that the answers depend on; a run with other s
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from vllm_ling.errors import LingError
+
+
+def beside(out: Path, suffix: str) -> Path:
+    """The file beside the result `out` that is named after it; only a .json gives way to the suffix."""
+    return out.with_name(out.name.removesuffix(".json") + suffix)
+
+
+_START = b'{"settings": '
 
 
 class Journal:
@@ -26,16 +35,19 @@ class Journal:
         restart: throw an existing file away.
 
     Raises:
-        LingError: the file belongs to other settings (naming the first that differs), is none of ours, or another run
-            is writing to it.
+        LingError: the file belongs to other settings (naming the first that differs), is none of ours, another run is
+            writing to it, or it cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], restart: bool = False) -> None:
         self.path = path
         self.entries: dict[str, dict[str, Any]] = {}
         wanted = json.loads(json.dumps(dict(settings)))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise LingError(f"{path}: {error.strerror}; choose another --out") from None
         try:
             _lock(self._file, path)
             self._open(wanted, restart)
@@ -48,21 +60,21 @@ class Journal:
             self._file.truncate(0)
         self._file.seek(0)
         # A line without its end was cut off by a crash; its item is asked again.
-        whole, newline, _ = self._file.read().rpartition(b"\n")
-        self._file.truncate(len(whole) + len(newline))
+        whole, newline, cut = self._file.read().rpartition(b"\n")
         lines = whole.splitlines()
         if lines:
             self._check(lines[0], wanted)
             self._read(lines[1:])
-        else:
+        elif not cut.startswith(_START[: len(cut)]):
+            raise _foreign(self.path)
+        self._file.truncate(len(whole) + len(newline))
+        if not lines:
             self._write({"settings": wanted})
 
     def _check(self, line: bytes, wanted: dict[str, Any]) -> None:
         found = _parse(line, self.path, 1).get("settings")
         if not isinstance(found, dict):
-            raise LingError(
-                f"{self.path}: not a journal of this program; move it away or choose another --out"
-            )
+            raise _foreign(self.path)
         for name in sorted({*wanted, *found}):
             if found.get(name) != wanted.get(name):
                 raise LingError(
@@ -79,17 +91,26 @@ class Journal:
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Records a finished item (`id` and more, plain JSON data); it is on the disk when this returns."""
-        self.entries[entry["id"]] = dict(entry)
         self._write(entry)
+        self.entries[entry["id"]] = dict(entry)
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(content).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line, end = json.dumps(content).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)  # half a line would spoil all that come after it
+            raise LingError(
+                f"{self.path}: {error.strerror}; what was finished before is kept, and once the file can be written, "
+                "the same command goes on from there"
+            ) from None
 
-    def finish(self, path: Path) -> None:
-        """Gives the file its final name: the answers behind a result, to be read, not to be continued."""
-        self.path.replace(path)
+    def finish(self, out: Path) -> None:
+        """Gives the file its final name: the answers behind the result `out`, to be read, not to be continued."""
+        self.path.replace(beside(out, ".answers.jsonl"))
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +119,10 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _foreign(path: Path) -> LingError:
+    return LingError(f"{path}: not a journal of this program; move it away or choose another --out")
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:

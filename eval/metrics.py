@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's Prometheus counters: what happened between two readings, never averages since the server started."""
 
+import math
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-DRAFTS = "vllm:spec_decode_num_drafts_total"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_PREFIX = "vllm:spec_decode_num_"
+DRAFTS = f"{_PREFIX}drafts_total"
+ACCEPTED = f"{_PREFIX}accepted_tokens_total"
+ACCEPTED_AT = f"{_PREFIX}accepted_tokens_per_pos_total"
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,22 @@ class SpecCounters:
 
 
 def parse_counters(text: str) -> SpecCounters:
-    """Reads a /metrics page."""
+    """Reads a /metrics page.
+
+    Raises:
+        ValueError: the counters are there but cannot be read.
+    """
     totals, positions = {DRAFTS: 0.0, ACCEPTED: 0.0}, dict[int, float]()
-    for family in text_string_to_metric_families(text):
+    # Parsing all of a page takes long enough to delay the requests that are being timed.
+    lines = [line for line in text.split("\n") if line.startswith(_PREFIX)]
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
+            if not math.isfinite(sample.value):
+                raise ValueError(f"{sample.name} is {sample.value}")
             if sample.name in totals:
                 totals[sample.name] += sample.value
             elif sample.name == ACCEPTED_AT:
-                position = int(sample.labels["position"])
+                position = int(sample.labels.get("position", ""))
                 positions[position] = positions.get(position, 0.0) + sample.value
     at = tuple(positions.get(position, 0.0) for position in range(max(positions, default=-1) + 1))
     return SpecCounters(totals[DRAFTS], totals[ACCEPTED], at)

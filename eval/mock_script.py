@@ -108,6 +108,18 @@ def parse_failures(words: Sequence[str]) -> dict[int, str]:
     return found
 
 
+def parse_accept(text: str) -> tuple[int, ...]:
+    """Tokens per step from a list such as "2,3".
+
+    Raises:
+        LingError: not numbers, or a step without a token, which would never end.
+    """
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise LingError(f"--accept {text}: expected tokens per step, 1 or more, such as 2,3")
+    return tuple(map(int, words))
+
+
 def _question(said: str) -> str:
     """The last question in a prompt, without the frames that lm-eval's GSM8K tasks put around it."""
     for frame, end in (("Question: ", "\nAnswer:"), ("Q: ", "\nA:")):

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_ling.errors import LingError
 from vllm_ling.eval.metrics import ACCEPTED, ACCEPTED_AT, DRAFTS
-from vllm_ling.eval.mock_script import Script, parse_failures, text_of, tokenize
+from vllm_ling.eval.mock_script import Script, parse_accept, parse_failures, text_of, tokenize
 from vllm_ling.metrics import names
 from vllm_ling.tiny.problems import HELDOUT_PATH
 
@@ -170,6 +170,8 @@ def _record(options: Mapping[str, str], pretend: Sequence[str]) -> dict[str, str
     """What the plugin would choose for the `ling` section, and what the server is told to pretend beyond it."""
     head = {"bf16": "bf16"}.get(options.get("lm_head", "auto"), "fp8_online")
     experts = {"ling": "torch", "reference": "reference"}.get(options.get("moe", "auto"), "stock")
+    if odd := [word for word in pretend if "=" not in word]:
+        raise LingError(f"--pretend {odd[0]}: expected WHAT=CHOICE")
     return {"lm_head": head, "moe mxfp4": experts, **dict(word.split("=", 1) for word in pretend)}
 
 
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves until killed.
 
     Raises:
-        LingError: an unknown failure, or unusable data.
+        LingError: an unusable option or data.
     """
     parser = argparse.ArgumentParser(prog="vllm-ling eval mock", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", nargs="?", default="tiny-ling")
@@ -202,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--pretend", action="append", default=[], metavar="WHAT=CHOICE", help="what the plugin's record says"
     )
     args, _ = parser.parse_known_args(argv)
-    accept = tuple(map(int, args.accept.split(","))) if args.speculative_config else (1,)
+    accept = parse_accept(args.accept) if args.speculative_config else (1,)
     options = args.additional_config.get("ling", {})
     injected = options.get("inject_fault", "none")
     if injected in FAULTS:
@@ -220,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         failures=parse_failures(args.fail),
     )
     record = None if os.environ.get("VLLM_LING_DISABLE") == "1" else _record(options, args.pretend)
-    server = ThreadingHTTPServer(("127.0.0.1", args.port), handler(script, args.model, record))
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", args.port), handler(script, args.model, record))
+    except (OSError, OverflowError) as error:
+        raise LingError(f"--port {args.port}: {error}; choose another") from None
     server.daemon_threads = True
     server.serve_forever()
 

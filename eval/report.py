@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
+from vllm_ling.errors import LingError
+
 
 class StageResult(BaseModel):
     """One row of `build/demo.json`."""
@@ -41,16 +43,26 @@ class DemoReport(BaseModel):
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON so that a reader sees the old file or the whole new one."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    """Writes JSON so that a reader sees the old file or the whole new one.
+
+    Raises:
+        LingError: the file cannot be written.
+    """
+    try:
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise LingError(f"{path}: {error.strerror}; make room for it or choose another --out") from None
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 text so that a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def stage_table(rows: Sequence[tuple[StageResult, str]]) -> Table:

@@ -68,12 +68,13 @@ def measure(what: Synthetic, served: Served, out: Path, *, label: str | None, re
     prompts = make_prompts(what, served)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
     workload = {**asdict(what), "text": what.text and what.text.name}
-    settings = {"model": served.model, "choices": served.choices, "data_sha256": digest, **workload}
+    del workload["timeout_s"]
+    settings = {**served.identity(), "data_sha256": digest, **workload}
     requests = [
         _request(f"{number // what.requests}.{number % what.requests}", served.model, prompt, what.osl)
         for number, prompt in enumerate(prompts)
     ]
-    how = Sending(served.url, COMPLETIONS, what.concurrency, timeout_s=what.timeout_s)
+    how = Sending(served.url, COMPLETIONS, what.concurrency, timeout_s=what.timeout_s, uncached=True)
     with (
         Journal(out.with_name(out.name + ".partial"), settings, restart) as journal,
         RunProgress(f"{what.isl}/{what.osl} {what.tokens}") as progress,
@@ -90,12 +91,14 @@ def measure(what: Synthetic, served: Served, out: Path, *, label: str | None, re
         }
         result = make(origin, items)
         write_json(out, result.model_dump())
-        journal.finish(out.with_suffix(".answers.jsonl"))
+        # With errors the journal stays: the same command then asks for what failed, and for nothing else.
+        if not result.summary.transport_errors:
+            journal.finish(out)
     return result
 
 
 def make_prompts(what: Synthetic, served: Served) -> list[list[int]]:
-    """`requests * repeats` prompts of `isl` token ids, all different, so that no prefix cache helps one of them."""
+    """`requests * repeats` prompts of `isl` token ids, all different."""
     count, chooser = what.requests * what.repeats, random.Random(what.seed)
     if what.text is None:
         ids = sorted(set(tokenize(served, _ALPHABET)))
@@ -141,10 +144,12 @@ def _request(name: str, model: str, prompt: Sequence[int], osl: int) -> Request:
 
 def _item(entry: dict[str, Any], what: Synthetic) -> Item:
     figures = {name: value for name, value in entry.items() if name not in ("digest", "text")}
+    notes = [figures["note"]] if figures.get("note") else []
     for name, asked in (("prompt_tokens", what.isl), ("output_tokens", what.osl)):
         counted = figures.get(name)
         if counted is not None and counted != asked:
-            figures["note"] = f"{name}: {counted} instead of {asked}"
+            notes.append(f"{name}: {counted} instead of {asked}")
+    figures["note"] = "; ".join(notes) or None
     return Item(**figures, correct=None)
 
 

@@ -31,7 +31,7 @@ def target(
 
     Args:
         serve: MODEL and flags, as for `vllm-ling serve`.
-        model: served name, where the server at `url` has several.
+        model: served name, where the server has several.
         log: where a started server prints.
 
     Raises:
@@ -42,7 +42,7 @@ def target(
     if url:
         yield describe(url, model)
         return
-    if "--port" in serve:
+    if any(word.split("=")[0] == "--port" for word in serve):
         raise LingError("--port: the server for this run gets a free port; leave the option out")
     port = free_port()
     variables = {name: value for name, value in SERVER_ENV.items() if name not in os.environ}
@@ -53,4 +53,4 @@ def target(
         env={**variables, **(env or {})},
         timeout_s=START_S,
     ) as server:
-        yield describe(server.url)
+        yield describe(server.url, model)

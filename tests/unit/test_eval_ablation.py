@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from vllm_ling.eval.ablation_stages import AblationStage, not_what_it_says, plan
 from vllm_ling.eval.ablation_table import as_data, markdown, rows
 from vllm_ling.eval.gsm8k import Gsm8k
 from vllm_ling.eval.provenance import ROOT
-from vllm_ling.eval.result_file import load
+from vllm_ling.eval.report import write_json
+from vllm_ling.eval.result_file import Item, ResultFile, load, make
 from vllm_ling.eval.served import Served
 from vllm_ling.eval.synthetic import Synthetic
 
@@ -60,6 +62,8 @@ def test_flags_of_a_stage_and_stages_of_ones_own() -> None:
         (["moe", "moe"], {}, "moe is there twice"),
         (["moe"], {"head": "--x"}, "no such stage"),
         (["moe"], {"moe": "'unclosed"}, "--flags moe"),
+        (["moe", ".."], {"..": "--x"}, "'..' names a folder"),
+        (["a/b"], {"a/b": "--x"}, "'a/b' names a folder"),
     ],
 )
 def test_bad_stages_are_named(names: list[str], extra: dict[str, str], said: str) -> None:
@@ -142,8 +146,11 @@ def test_the_whole_ablation_over_mock_servers(tmp_path: Path) -> None:
     assert mtp.real.summary.accept_length == pytest.approx(3, rel=0.01)
     assert mtp.real_gain.accept_length == pytest.approx(3, rel=0.01)
     assert mtp.real_gain.step_time == pytest.approx(12 / 9, rel=0.3)
-    text = markdown(table, "random tokens 24/25")
+    text = markdown(table, "random tokens 24/25", 0.05)
     assert "| mtp |" in text and "mtp: gap: the synthetic load promised" in text
+    assert "| tiny_ling tok/s |" in text and "3.00 (100%, 100%, 0%)" in text
+    assert "accuracy INCONCLUSIVE against baseline, margin 5.00%:" in text, "six items prove nothing"
+    assert "requests failed" not in text
     assert "no difference found" in text and "equal" not in text
     assert [row["name"] for row in as_data(table)] == ["baseline", "moe", "mtp"]
     # The second round ran in the other order.
@@ -184,6 +191,71 @@ def test_a_lying_server_ends_the_ablation(
         return
     with pytest.raises(LingError, match=said):
         run(what, tmp_path, restart=False, console=console)
+
+
+def result(folder: Path, data: str, latencies: list[float | None]) -> ResultFile:
+    """A result of items of ten tokens, those without a latency failed; written to `folder`, both workloads."""
+    items = [
+        Item(id=f"0.{number}", correct=None, error="gone")
+        if latency is None
+        else Item(id=f"0.{number}", correct=None, output_tokens=10, ttft_s=0.1, latency_s=latency)
+        for number, latency in enumerate(latencies)
+    ]
+    found = make({"data_sha256": data, "workload": "gsm8k"}, items)
+    for name in ("gsm8k", "synthetic-1"):
+        write_json(folder / f"{name}.json", found.model_dump())
+    return found
+
+
+def test_a_request_that_failed_in_one_stage_does_not_change_the_gain(tmp_path: Path) -> None:
+    """The long item failed in the second stage, which is twice as fast on the two others."""
+    what = ablation(["baseline", "moe"], {})
+    result(tmp_path / "baseline", "d", [1.1, 2.1, 40.1])
+    result(tmp_path / "moe", "d", [0.6, 1.1, None])
+    table = rows(run(what, tmp_path, restart=False, console=Console(quiet=True)), 0.05)
+    assert table[1].real_gain is not None and table[1].real_gain.total == pytest.approx(3.2 / 1.7)
+    assert "moe: 2 requests failed; they are in no figure" in markdown(table, "x", 0.05)
+
+
+def test_stages_over_different_data_are_not_compared(tmp_path: Path) -> None:
+    result(tmp_path / "baseline", "one", [1.1])
+    result(tmp_path / "moe", "other", [1.1])
+    with pytest.raises(LingError, match=r"--data or --text was changed between the stages"):
+        run(ablation(["baseline", "moe"], {}), tmp_path, restart=False, console=Console(quiet=True))
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from vllm_ling.eval import mock_server
+from vllm_ling.eval.mock_script import Script
+died, failure = Path(sys.argv.pop(1)), Script.failure
+def once(script):
+    found = failure(script)
+    if script.requests == 6 and not died.exists():
+        died.touch()
+        os._exit(1)
+    return found
+Script.failure = once
+mock_server.main()
+"""
+
+
+def test_a_server_that_dies_near_the_end_is_started_anew(tmp_path: Path) -> None:
+    """Two items before the end: too few failures in a row for the run to stop by itself."""
+    what = replace(
+        ablation(["baseline"], {"baseline": "--step-ms 1"}),
+        questions=Gsm8k(task="tiny_ling", limit=6, max_tokens=96, retries=0),
+        command=(sys.executable, "-c", DYING, str(tmp_path / "died")),
+    )
+    (found,) = run(what, tmp_path, restart=False, console=Console(quiet=True))
+    assert (tmp_path / "died").exists()
+    assert (found.gsm8k.summary.items, found.gsm8k.summary.transport_errors) == (6, 0)
+    assert found.gsm8k.summary.accuracy == 1.0
+    answers = (tmp_path / "baseline" / "gsm8k.answers.jsonl").read_text().splitlines()
+    assert len(answers) == 1 + 6 + 2, "settings, six items, and the two that had failed once more"
+    logs = sorted(path.name for path in (tmp_path / "baseline").glob("server*.log"))
+    assert logs == ["server-2.log", "server.log"], "the dead server's log is still there"
 
 
 KILLED = """

@@ -4,12 +4,14 @@
 import asyncio
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from tests.unit.mock_servers import serving, steadily
-from vllm_ling.eval.client import Answer, ask_all
+from vllm_ling.eval.client import CHAT, Answer, ask_all, chat, connect
+from vllm_ling.eval.client import ask as ask_one
 from vllm_ling.eval.mock_script import Script, tokenize
 from vllm_ling.eval.mock_server import handler
 from vllm_ling.tiny.problems import HELDOUT_PATH
@@ -83,13 +85,17 @@ def chunk(content: str = "", *, count: int | None = None, finish: str | None = N
     )
 
 
-def canned(body: str, status: int = 200) -> type[BaseHTTPRequestHandler]:
+def canned(
+    body: str, status: int = 200, headers: dict[str, str] | None = None
+) -> type[BaseHTTPRequestHandler]:
     """A handler that always says the same."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -107,7 +113,7 @@ def test_a_server_that_counts_only_at_the_end_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "words"),
     [
         ("no such model", 404, "HTTP 404: no such model"),
         (chunk("ab", count=2), 200, "ended before the answer did"),
@@ -116,10 +122,132 @@ def test_a_server_that_counts_only_at_the_end_is_understood() -> None:
         ("", 200, "ended before the answer did"),
     ],
 )
-def test_server_errors_are_recorded_not_raised(body: str, status: int, said: str) -> None:
+def test_server_errors_are_recorded_not_raised(body: str, status: int, words: str) -> None:
     with serving(canned(body, status)) as url:
         (answer,) = ask(url, ROWS[:1])
-    assert answer.error is not None and said in answer.error
+    assert answer.error is not None and words in answer.error
+
+
+def event(**fields: object) -> str:
+    """One server-sent event with non-ASCII text as it is, as vLLM sends it."""
+    return "data: " + json.dumps(fields, ensure_ascii=False) + "\n\n"
+
+
+def said(text: str, count: int | None = None, finish: str | None = None, **more: object) -> str:
+    """An event with a piece of text."""
+    usage = {} if count is None else {"usage": {"completion_tokens": count}}
+    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}], **usage, **more)
+
+
+END = said("", 3, "stop") + "data: [DONE]\n\n"
+ODD = {
+    "line separators inside the text": said("a\u2028b\x85c\u2029d", 2) + END,
+    "no space after data:": (said("a", 1) + said("b", 2) + END).replace("data: ", "data:"),
+    "carriage returns": (said("a", 1) + said("b", 2) + END).replace("\n", "\r\n"),
+    "comments and other fields": ": alive\n\nevent: x\nid: 7\n" + said("ab", 2) + ": alive\n\n" + END,
+    "an error that is none": said("ab", 2, error=None) + END,
+    "no end of the last line": (said("ab", 2) + END).removesuffix("\n\n"),
+    "a second choice": event(choices=[{"index": 1, "delta": {"content": "other"}}]) + said("ab", 2) + END,
+    "a long line": said("ab", 2, padding="x" * 3_000_000) + END,
+    "something after the end": said("ab", 2) + END + "data: {half\n\n",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_but_whole_streams_are_understood(name: str) -> None:
+    with serving(canned(ODD[name])) as url:
+        (answer,) = ask(url, ROWS[:1])
+    text = "a\u2028b\x85c\u2029d" if "separators" in name else "ab"
+    assert (answer.error, answer.note) == (None, None)
+    assert (answer.text, answer.tokens, answer.finish) == (text, 3, "stop")
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (said("ab", 2) + said("", 2, "abort"), "gave the answer up (finish reason abort)"),
+        (said("ab", 2) + event(choices={"a": 1}), "malformed event"),
+        (said("ab", 2) + event(usage={"completion_tokens": 2.5}), "completion_tokens is 2.5"),
+        (said("ab", 2) + event(usage={"prompt_tokens": "many"}), "prompt_tokens is 'many'"),
+        (said("ab", 2) + event(usage={"prompt_tokens": -1}), "prompt_tokens is -1"),
+        (said("ab", 2) + "data: " + "[" * 100_000 + "\n\n", "malformed event"),
+    ],
+)
+def test_what_no_figure_can_come_from_is_an_error(body: str, error: str) -> None:
+    with serving(canned(body + "data: [DONE]\n\n")) as url:
+        (answer,) = ask(url, ROWS[:1])
+    assert answer.error is not None and error in answer.error
+
+
+def test_an_answer_without_token_counts_stands_without_figures() -> None:
+    with serving(canned(said("a") + said("b") + said("", finish="stop") + "data: [DONE]\n\n")) as url:
+        (answer,) = ask(url, ROWS[:1])
+    assert (answer.text, answer.error) == ("ab", None)
+    assert answer.note == "usage: the server did not count the output tokens"
+
+
+def test_a_total_after_one_piece_is_no_chunk_of_that_many_tokens() -> None:
+    """Else the whole answer counts as the first chunk, and nothing is left for the decode speed."""
+    with serving(canned(said("abc") + said("", finish="stop") + event(choices=[], usage=TOTAL))) as url:
+        (answer,) = ask(url, ROWS[:1])
+    assert (answer.tokens, answer.first_tokens, answer.chunks, answer.prompt_tokens) == (7, 1, None, 5)
+
+
+TOTAL = {"prompt_tokens": 5, "completion_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("status", "final", "headers", "words"),
+    [
+        (307, True, {"Location": "http://elsewhere/"}, "redirected to http://elsewhere/; give that address"),
+        (400, True, {}, "HTTP 400"),
+        (429, False, {}, "HTTP 429"),
+        (503, False, {}, "HTTP 503"),
+    ],
+)
+def test_statuses_are_named_and_tried_again_where_that_may_help(
+    status: int, final: bool, headers: dict[str, str], words: str
+) -> None:
+    with serving(canned("no", status, headers)) as url:
+        (answer,) = ask(url, ROWS[:1])
+    assert answer.final is final and words in (answer.error or "")
+
+
+def slow(pieces: list[str], pause_s: float) -> type[BaseHTTPRequestHandler]:
+    """A handler that sends pieces with a pause after each."""
+
+    class Handler(canned("")):  # type: ignore[misc]
+        def do_POST(self) -> None:
+            super().do_POST()
+            for piece in pieces:
+                self.wfile.write(piece.encode())
+                time.sleep(pause_s)
+
+    return Handler
+
+
+async def ask_patiently(url: str, timeout_s: float) -> Answer:
+    async with connect(url, 1, timeout_s) as client:
+        return await ask_one(client, CHAT, chat("m", "q", 9))
+
+
+def test_a_server_that_only_keeps_the_connection_alive_has_stalled() -> None:
+    with serving(slow([said("a", 1), *[": alive\n\n"] * 40, END], 0.1)) as url:
+        answer = asyncio.run(ask_patiently(url, 1.0))
+    assert answer.error == "stalled: nothing came for 1 s" and answer.text == "a"
+
+
+def test_a_total_that_comes_late_is_not_decode_time() -> None:
+    late = [said("a"), said("b") + said("", finish="stop"), event(choices=[], usage=TOTAL)]
+    with serving(slow(late, 0.4)) as url:
+        answer = asyncio.run(ask_patiently(url, 5.0))
+    assert answer.tokens == 7 and 0.3 < answer.decode_s < 0.7
+
+
+def test_a_connection_that_stays_open_after_the_end_spoils_nothing() -> None:
+    with serving(slow([said("ab", 2) + END, ""], 2.5)) as url:
+        answer = asyncio.run(ask_patiently(url, 1.0))
+    assert (answer.error, answer.text, answer.tokens) == (None, "ab", 3)
 
 
 def test_a_dead_server_is_recorded() -> None:

@@ -108,7 +108,7 @@ def test_transport_errors_are_left_out_of_the_accuracy(tmp_path: Path) -> None:
         tmp_path / "b.json",
         [item(n, None if n < 30 else True, error="x" if n < 30 else None) for n in range(100)],
     )
-    code, text = run(a, b)
+    code, text = run(a, b, "--margin", "0.05")
     assert code == 0 and "30 without an answer" in text and "100.00% and 100.00%" in text
 
 

@@ -128,6 +128,26 @@ def test_an_interrupted_run_with_other_settings_is_not_continued(tmp_path: Path)
     assert run(other, out, Script(ttft_ms=1, step_ms=1), restart=True).summary.items == 12
 
 
+def test_what_failed_is_asked_again_and_nothing_else(tmp_path: Path) -> None:
+    """A run that reached its end with errors is a result, and the same command still mends it."""
+    out = tmp_path / "r.json"
+    first = run(COT, out, Script(ttft_ms=1, step_ms=1, failures={4: "drop", 9: "cut"}))
+    assert (first.summary.items, first.summary.transport_errors) == (12, 2) and out.exists()
+    well = Script(ttft_ms=1, step_ms=1)
+    second = run(COT, out, well)
+    assert well.requests == 1 + 2 and second.summary.transport_errors == 0
+    assert [item.id for item in second.items] == [str(number) for number in range(12)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.answers.jsonl", "r.json"]
+
+
+def test_two_halves_of_different_servers_are_not_one_run(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    with pytest.raises(LingError, match="in a row failed"):
+        run(COT, out, Script(failures={number: "drop" for number in range(3, 100)}))
+    with pytest.raises(LingError, match="draft_tokens = 0, now 3"):
+        run(COT, out, Script(ttft_ms=1, step_ms=1, speculates=True, accept=(2,)))
+
+
 def recording(bodies: list[dict[str, Any]]) -> type[BaseHTTPRequestHandler]:
     """The mock's handler, which also keeps the request bodies."""
     script = Script(ttft_ms=1, step_ms=1)

@@ -2,12 +2,13 @@
 """Journals: nothing finished is lost, nothing foreign is continued."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.journal import Journal
+from vllm_ling.eval.journal import Journal, beside
 
 SETTINGS = {"model": "m", "limit": None, "sampling": {"temperature": 0.0}}
 
@@ -22,8 +23,8 @@ def test_what_was_added_is_there_again(tmp_path: Path) -> None:
         journal.add({"id": "1", "text": "b"})
     with Journal(path, SETTINGS) as journal:
         assert journal.entries["1"] == {"id": "1", "text": "b"}, "the later line counts"
-        journal.finish(tmp_path / "answers")
-    assert not path.exists() and len((tmp_path / "answers").read_text().splitlines()) == 4
+        journal.finish(tmp_path / "run.json")
+    assert not path.exists() and len((tmp_path / "run.answers.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("cut", [1, 7, 17])
@@ -56,6 +57,7 @@ def test_other_settings_are_refused_by_name_and_restart_throws_away(tmp_path: Pa
         (b"not json\n", "line 1 is not readable"),
         (b'{"other": 1}\n', "not a journal"),
         (b"[1]\n", "line 1 is not readable"),
+        (b"no line feed in it", "not a journal"),
     ],
 )
 def test_foreign_files_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
@@ -76,3 +78,43 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_two_runs_cannot_write_to_one_journal(tmp_path: Path) -> None:
     with Journal(tmp_path / "j", SETTINGS), pytest.raises(LingError, match="another run"):
         Journal(tmp_path / "j", SETTINGS)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 14, 30])
+def test_a_crash_within_the_first_line_leaves_a_journal_to_begin_with(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(json.dumps({"settings": SETTINGS}).encode()[:kept])
+    with Journal(path, SETTINGS) as journal:
+        journal.add({"id": "0"})
+    with Journal(path, SETTINGS) as journal:
+        assert set(journal.entries) == {"0"}
+
+
+def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the full disk: part of the line is written, then comes the error."""
+    path = tmp_path / "j"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(path, SETTINGS) as journal:
+        journal.add({"id": "0", "text": "a"})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+        try:
+            with pytest.raises(LingError, match=r"j: File too large; .* the same command goes on"):
+                journal.add({"id": "1", "text": "b" * 100})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert set(journal.entries) == {"0"}
+        journal.add({"id": "2", "text": "c"})
+    with Journal(path, SETTINGS) as journal:
+        assert set(journal.entries) == {"0", "2"}
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LingError, match=r"file/j: .*choose another --out"):
+        Journal(tmp_path / "file" / "j", SETTINGS)
+
+
+def test_files_beside_a_result_keep_its_whole_name() -> None:
+    """Results named after versions must not share their answers."""
+    assert beside(Path("a/ling-3.0"), ".log") == Path("a/ling-3.0.log")
+    assert beside(Path("a/ling-3.0.json"), ".log") == Path("a/ling-3.0.log")

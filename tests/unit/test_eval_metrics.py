@@ -37,3 +37,16 @@ def test_accept_length_is_taken_between_two_readings() -> None:
 def test_no_speculation_means_no_accept_length() -> None:
     assert parse_counters("").accept_length is None
     assert SpecCounters(drafts=5, accepted=0).accept_length == 1.0
+
+
+def test_only_the_counters_are_parsed() -> None:
+    """The rest of a page may be large, or such as no parser takes."""
+    assert parse_counters("{{{ garbage\n" + PAGE + 'other{x="\n') == parse_counters(PAGE)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "many"])
+def test_counters_that_are_no_numbers_are_refused(value: str) -> None:
+    with pytest.raises(ValueError):
+        parse_counters(PAGE.replace("30.0", value))
+    with pytest.raises(ValueError):
+        parse_counters(PAGE.replace('position="0"', f'position="{value}"'))

@@ -12,8 +12,8 @@ from vllm_ling.eval.statistics import (
     bootstrap,
     compare_accuracy,
     mcnemar,
-    mean_difference,
     ratio_of_means,
+    share_difference,
     verdict,
 )
 
@@ -62,11 +62,30 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 30 <= covered <= 40
 
 
+def test_a_few_items_that_agree_prove_nothing() -> None:
+    for items, expected in ((6, "INCONCLUSIVE"), (100, "INCONCLUSIVE"), (1000, "PASS")):
+        found = compare_accuracy([True] * items, [True] * items, margin=0.01)
+        assert found.verdict == expected and found.difference.estimate == 0
+    assert compare_accuracy([True] * 60 + [False] * 9, [False] * 69, margin=0.01).verdict == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "items"), [(0.0, 0.02, 60), (0.01, 0.03, 200), (0.05, 0.05, 100), (0.0, 0.0, 50)]
+)
+def test_interval_of_a_difference_covers_the_truth(a: float, b: float, items: int) -> None:
+    """`a`, `b`: chance that only the one, only the other run answers an item rightly."""
+    chooser, covered, trials = random.Random(3), 0, 300
+    for _ in range(trials):
+        drawn = chooser.choices("ab-", [a, b, 1 - a - b], k=items)
+        found = share_difference(drawn.count("a"), drawn.count("b"), items)
+        covered += found.low <= b - a <= found.high
+    assert covered >= 0.93 * trials
+
+
 def test_bootstrap_keeps_pairs_together() -> None:
     """Latencies that differ a thousandfold between items, each exactly halved: the ratio is certain."""
     pairs = [(float(x), x / 2) for x in (1, 10, 100, 1000)]
     assert bootstrap(pairs, ratio_of_means) == Interval(0.5, 0.5, 0.5)
-    assert mean_difference([(1.0, 3.0), (2.0, 2.0)]) == 1.0
     assert ratio_of_means([(0.0, 1.0)]) == math.inf
 
 
@@ -78,6 +97,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         lambda: verdict(Interval(0, 0, 0), 0),
         lambda: compare_accuracy([True], [True, False], 0.01),
         lambda: compare_accuracy([], [], 0.01),
+        lambda: share_difference(3, 3, 5),
+        lambda: share_difference(0, 0, 0),
     ):
         with pytest.raises(ValueError):
             call()

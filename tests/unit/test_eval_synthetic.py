@@ -77,3 +77,26 @@ def test_a_server_that_stops_early_is_seen(tmp_path: Path) -> None:
     with serving(handler(Lazy(ttft_ms=1, step_ms=1))) as url:
         result = measure(RANDOM, describe(url), tmp_path / "s.json", label=None, restart=False)
     assert {item.note for item in result.items} == {"output_tokens: 9 instead of 31"}
+
+
+def test_another_patience_goes_on_with_the_same_run(tmp_path: Path) -> None:
+    failing = Script(ttft_ms=1, step_ms=1, failures=dict.fromkeys((4, 5, 6), "http500"))
+    with serving(handler(failing)) as url:
+        first = measure(RANDOM, describe(url), tmp_path / "s.json", label=None, restart=False)
+    well = Script(ttft_ms=1, step_ms=1)
+    with serving(handler(well)) as url:
+        patient = replace(RANDOM, timeout_s=77.0)
+        second = measure(patient, describe(url), tmp_path / "s.json", label=None, restart=False)
+    assert (first.summary.transport_errors, second.summary.transport_errors) == (1, 0)
+    assert well.requests == 1 + 1 and [item.id for item in second.items] == [item.id for item in first.items]
+    assert "timeout_s" not in second.provenance["settings"]
+
+
+def test_an_odd_length_does_not_hide_the_tries(tmp_path: Path) -> None:
+    class Lazy(Script):
+        def answer(self, body: dict[str, Any]) -> list[str]:
+            return super().answer(body)[:9]
+
+    with serving(handler(Lazy(ttft_ms=1, step_ms=1, failures={2: "drop"}))) as url:
+        result = measure(RANDOM, describe(url), tmp_path / "s.json", label=None, restart=False)
+    assert result.items[0].note == "answered at try 2; output_tokens: 9 instead of 31"
