@@ -20,7 +20,7 @@ def serving(handler_class: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.server_close()
 
 
-def steadily(measure: Callable[[], None], tries: int = 3) -> None:
+def steadily(measure: Callable[[], None], tries: int = 5) -> None:
     """Runs a test of speed again if it fails: a busy machine delays a run now and then, a wrong tool always fails."""
     for number in range(1, tries + 1):
         try:
