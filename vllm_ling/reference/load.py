@@ -39,7 +39,7 @@ def from_checkpoint(
         raise LingError(f"{path}: config.json is missing")
     config = ReferenceConfig.from_dict(json.loads(config_file.read_text(encoding="utf-8")))
     model = LingReference(config, ignore_clamps, drop_expert)
-    tensors = _Tensors(path)
+    tensors = StoredTensors(path)
     state = {}
     for name, parameter in model.state_dict().items():
         if ".mlp.experts." in name:
@@ -58,7 +58,7 @@ def from_checkpoint(
     return model.to(device).eval()
 
 
-class _Tensors:
+class StoredTensors:
     """All tensors of a folder's safetensors files, read on demand and ticked off."""
 
     def __init__(self, folder: Path) -> None:
