@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-ling verify` from its options to the exit code."""
 
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ def verify(
     Raises:
         LingError: unusable options, or a model that is not on this machine.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when tqdm is first imported
     tiny = model == TINY_LING
     # gsm8k takes its examples from a training split, which a file of test items has not.
     usual: TaskName = "tiny_ling" if tiny else "gsm8k_cot" if data and not fewshot_data else "gsm8k"

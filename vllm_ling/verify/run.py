@@ -56,6 +56,8 @@ def run(what: Verification, parts: Sequence[str], out: Path, *, restart: bool, c
     folder = out.with_suffix("")
     chosen = [name for name in PARTS if name in parts]
     signature = what.signature()
+    for part in chosen:
+        what.part_settings(part)  # refuses an unreadable file before anything is written
     _claim(folder, signature, chosen if restart else [])
     with _Server(what, folder) as server:
         for number, part in enumerate(chosen, 1):
