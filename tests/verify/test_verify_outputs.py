@@ -90,6 +90,8 @@ def test_a_large_model_on_the_cpu_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(small_model, "_MOST_BYTES", 10**6)
     finding = look(Engines(), monkeypatch)
     assert finding.outcome == "unknown" and "stock vLLM has no CPU layers for Ling" in finding.evidence
+    finding = greedy.run(Verification("tiny-ling"))
+    assert finding.outcome == "unknown" and "too many for the fp32 reference" in finding.evidence
 
 
 @pytest.mark.parametrize(
@@ -172,27 +174,41 @@ def test_ties_are_counted() -> None:
     assert (figures["ties"], figures["identical"], figures["away"]) == (1, 0, [])
 
 
-def test_greedy_runs_one_engine_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[EngineSpec] = []
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_divergence_of_two_engines(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    groups: list[list[EngineSpec]] = []
 
     def engines(specs: list[EngineSpec], **_: Any) -> list[EngineRun]:
-        (spec,) = specs
-        asked.append(spec)
+        groups.append(specs)
+        return [answers(spec) for spec in specs]
+
+    def answers(spec: EngineSpec) -> EngineRun:
         tokens = [[5, 6, 7]] * len(spec.prompts)
         if spec.draft_tokens:
             tokens = [[5, 6, 8], *tokens[1:]]  # the injected divergence
         tops = [[[(token, 20.0)] for token in row] for row in tokens]
-        return [engine_run(spec, tokens=tokens, tops=tops, accepted=9, drafts=5)]
+        return engine_run(spec, tokens=tokens, tops=tops, accepted=9, drafts=5)
+
+    monkeypatch.setattr(greedy, "run_engines", engines)
+    finding = greedy.run(Verification("tiny-ling", prompts=3, device=device))
+    assert finding.outcome == "fail" and "speculation: prompt 0 parts at token 2" in finding.evidence
+    assert "--speculative-config" in finding.fix and finding.figures["identical"] == 2
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    asked = [(spec.draft_tokens, spec.dtype, spec.top_logits) for group in groups for spec in group]
+    assert asked == [(0, dtype, 5), (3, dtype, 0)]
+    assert [len(group) for group in groups] == ([2] if device == "cpu" else [1, 1]), (
+        "one 70 GB model at a time"
+    )
+
+
+@pytest.mark.parametrize("name", ["without drafts", "with drafts"])
+def test_an_engine_that_fails_fails_greedy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def engines(specs: list[EngineSpec], **_: Any) -> list[EngineRun]:
+        return [engine_run(spec, error="ValueError: no room" if spec.name == name else "") for spec in specs]
 
     monkeypatch.setattr(greedy, "run_engines", engines)
     finding = greedy.run(Verification("tiny-ling", prompts=3))
-    assert finding.outcome == "fail" and "speculation: prompt 0 parts at token 2" in finding.evidence
-    assert "--speculative-config" in finding.fix
-    assert [(spec.draft_tokens, spec.dtype, spec.top_logits) for spec in asked] == [
-        (0, "float32", 5),
-        (3, "float32", 0),
-    ]
-    assert finding.figures["identical"] == 2
+    assert finding.outcome == "fail" and f"{name}: ValueError: no room" in finding.evidence
 
 
 def test_a_model_without_mtp_is_unknown(tmp_path: Path) -> None:

@@ -155,6 +155,30 @@ def test_a_bad_server_is_found(parts: Parts, tmp_path: Path, flags: str, part: s
     assert f"| {part} | **fail** | " in out.with_suffix(".md").read_text()
 
 
+def test_a_server_that_dies_in_the_middle_is_a_failure_and_the_next_part_gets_a_new_one(
+    parts: Parts, tmp_path: Path
+) -> None:
+    """Every request after the third is dropped; a new server answers two requests more, too few to time a round."""
+    drops = [word for number in range(4, 60) for word in ("--fail", f"drop:{number}")]
+    what = replace(WHAT, serve=(*WHAT.serve, *drops), items=12)
+    started: list[int] = []
+    real = runner.target
+
+    def counted(*args: Any, **more: Any) -> Any:
+        started.append(1)
+        return real(*args, **more)
+
+    runner.target = counted
+    out = tmp_path / "v.json"
+    try:
+        assert run(what, ["gsm8k", "speed"], out, restart=False, console=QUIET) == 2
+    finally:
+        runner.target = real
+    first, second = json.loads(out.read_text())["findings"]
+    assert first["outcome"] == "fail" and "5 requests in a row failed" in first["evidence"]
+    assert second["outcome"] == "fail" and len(started) == 2
+
+
 def test_one_server_serves_both_parts_and_is_gone_afterwards(parts: Parts, tmp_path: Path) -> None:
     what = replace(WHAT, serve=(*WHAT.serve, "--tag", str(tmp_path)))
     alive: list[int] = []

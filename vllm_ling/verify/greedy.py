@@ -14,6 +14,7 @@ from vllm_ling.verify.finding import Finding, judged
 from vllm_ling.verify.logits import last_line
 from vllm_ling.verify.prompts import chat_prompts, stop_tokens
 from vllm_ling.verify.settings import Verification
+from vllm_ling.verify.small_model import too_large
 
 # BF16 keeps 8 significant bits: neighbours differ by 2^-7 of their size, and either logit may round either way.
 TIE = 2.0**-6
@@ -26,13 +27,15 @@ _FIX = "start without --speculative-config, and report it with this page"
 
 
 def run(what: Verification) -> Finding:
-    """Two engines one after the other; unknown for a model without an MTP layer."""
+    """Two engines one after the other; unknown without an MTP layer, or for a model too large for the CPU."""
     if not what.drafts:
         return Finding(
             part="greedy",
             outcome="unknown",
             evidence="the checkpoint has no MTP layer, so nothing is drafted",
         )
+    if what.device == "cpu" and (reason := too_large(what.folder)):
+        return Finding(part="greedy", outcome="unknown", evidence=reason, fix="run this part on a GPU")
     prompts, kind = chat_prompts(what.folder, what.prompts, what.shape.vocab_size)
     exact = what.device == "cpu"
     runs, problem = _engines(what, prompts, exact)
@@ -119,29 +122,37 @@ def _gap(tops: Sequence[Sequence[Any]], token: int) -> float | None:
 def _engines(
     what: Verification, prompts: list[list[int]], exact: bool
 ) -> tuple[tuple[EngineRun, EngineRun] | None, str]:
-    """Runs without and with drafts; a process each, so that the first model is gone before the second is read."""
-    runs = []
-    for name, drafts in (("plain", 0), ("drafted", what.drafts)):
-        options = what.options if drafts else {k: v for k, v in what.options.items() if k != "inject_fault"}
-        spec = EngineSpec(
-            name,
-            str(what.folder),
-            prompts,
-            dtype="float32" if exact else "bfloat16",
-            max_tokens=what.tokens,
-            top_logits=_TOP if not drafts else 0,
-            draft_tokens=drafts,
-            options=options,
-            engine=what.engine(),
-        )
+    """Runs without and with drafts.
+
+    On a GPU in a process each, so that the first model is gone before the second is read; on a CPU models are small,
+    and one process saves the time of an import.
+    """
+    specs = [_spec(what, prompts, exact, drafts) for drafts in (0, what.drafts)]
+    groups = [specs] if what.device == "cpu" else [[spec] for spec in specs]
+    runs: list[EngineRun] = []
+    for group in groups:
         try:
-            (run,) = run_engines([spec], keep_going=True, timeout_s=_TIMEOUT_S)
+            runs += run_engines(group, keep_going=True, timeout_s=_TIMEOUT_S)
         except EngineError as error:
-            return None, f"{name}: {last_line(str(error))}"
-        if run.error:
-            return None, f"{name}: {last_line(run.error)}"
-        runs.append(run)
+            return None, last_line(str(error))
+        if failed := next((run for run in runs if run.error), None):
+            return None, f"{failed.name}: {last_line(failed.error)}"
     return (runs[0], runs[1]), ""
+
+
+def _spec(what: Verification, prompts: list[list[int]], exact: bool, drafts: int) -> EngineSpec:
+    options = what.options if drafts else {k: v for k, v in what.options.items() if k != "inject_fault"}
+    return EngineSpec(
+        "with drafts" if drafts else "without drafts",
+        str(what.folder),
+        prompts,
+        dtype="float32" if exact else "bfloat16",
+        max_tokens=what.tokens,
+        top_logits=0 if drafts else _TOP,
+        draft_tokens=drafts,
+        options=options,
+        engine=what.engine(),
+    )
 
 
 def _number(value: float | None) -> str:

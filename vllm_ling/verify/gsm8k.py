@@ -68,8 +68,9 @@ def judge(result: ResultFile, expected: float, problems: list[tuple[Outcome, str
         )
     if s.transport_errors:
         first = next(item.error for item in result.items if item.error)
+        kind: Outcome = "fail" if s.transport_errors > len(answered) else "warn"
         found.append(
-            ("warn", f"{s.transport_errors} requests failed and are not judged, the first with {first}")
+            (kind, f"{s.transport_errors} requests failed and are not judged, the first with {first}")
         )
     for count, what in ((s.truncated, "cut at --max-tokens"), (s.invalid, "without a number")):
         if count > _ODD_SHARE * len(answered):

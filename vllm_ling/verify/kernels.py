@@ -46,6 +46,8 @@ def run(what: Verification) -> Finding:
     said: list[str] = []
     figures: dict[str, Any] = {"layers": {}}
     layers = sampled_layers(config, what.layers)
+    if what.device == "cuda":
+        torch.zeros(1, device="cuda")  # creates the context that the kernels' driver calls need
     files = files_of(what.folder, "lm_head.")
     for index in layers:
         layer = RealLayer(stored, config, index)

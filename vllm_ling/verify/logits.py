@@ -89,7 +89,9 @@ def _against_reference(what: Verification, spec: EngineSpec, kind: str) -> Findi
 
 
 def _against_stock(spec: EngineSpec, kind: str) -> Finding:
-    stock, problem = _engine(replace(spec, name="stock", options={}), stock=True)
+    # "ling" is the plugin's quantization method; stock vLLM takes the checkpoint as it is.
+    engine = {name: value for name, value in spec.engine.items() if value != "ling"}
+    stock, problem = _engine(replace(spec, name="stock", options={}, engine=engine), stock=True)
     if stock is None:
         return Finding(
             part="logits",

@@ -116,10 +116,14 @@ def _on_server(what: Verification, part: str, folder: Path, server: "_Server", c
         return missing
     with _clock(console, "the server starts") if server.served is None else nullcontext():
         served = server.start()
-    if part == "gsm8k":
-        return gsm8k.run(what, served, folder, restart=not _begun(folder, what.part_settings(part)))
-    with _clock(console, "speed"):
-        return speed.run(what, served, folder, console)
+    try:
+        if part == "gsm8k":
+            return gsm8k.run(what, served, folder, restart=not _begun(folder, what.part_settings(part)))
+        with _clock(console, "speed"):
+            return speed.run(what, served, folder, console)
+    except LingError:
+        server.stop()  # it stopped answering: the next part gets a new one
+        raise
 
 
 def _begun(folder: Path, settings: dict[str, Any]) -> bool:

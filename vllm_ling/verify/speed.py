@@ -88,7 +88,8 @@ def judge(
         return judged("speed", [*found, ("fail", f"nothing could be timed: {first}")], [], figures, _FIX)
     middle, low, high = median(speeds), speeds[0], speeds[-1]
     if s.transport_errors:
-        found.append(("warn", f"{s.transport_errors} of {s.items} requests failed"))
+        mostly = 2 * s.transport_errors > s.items
+        found.append(("fail" if mostly else "warn", f"{s.transport_errors} of {s.items} requests failed"))
     found += _draft_problems(what.served_drafts, s.accept_length, s.acceptance)
     seconds = [sum(item.latency_s or 0.0 for item in items) for items in rounds]
     figure = (
