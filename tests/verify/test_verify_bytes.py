@@ -5,6 +5,7 @@ Two computations on the same bytes agree however wrong the bytes are. So damage 
 digest, or, if it is a factor, by scales that stand out; the tests also show that the same-bytes figures stay silent.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,21 @@ def test_kernels_on_the_cpu_are_unknown_with_the_torch_paths_compared() -> None:
     assert len(errors) == 8 and max(errors) < 1e-2
 
 
-def test_a_wrong_torch_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the computation is at fault, not the bytes: experts that forget the clamp's sign, and a head off by 2%."""
-    from vllm_ling.quant.head_fp8 import HeadFp8Method
-    from vllm_ling.quant.moe_torch import TorchMoEMethod
-
-    right = TorchMoEMethod.apply
-
-    def wrong(self: Any, layer: Any, x: Any, *args: Any) -> Any:
-        return right(self, layer, x, *args) * 1.02
-
-    monkeypatch.setattr(TorchMoEMethod, "apply", wrong)
-    right_head = HeadFp8Method.apply
-    monkeypatch.setattr(HeadFp8Method, "apply", lambda self, layer, x: right_head(self, layer, x) * 1.02)
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("moe_torch.TorchMoEMethod", "layer 5: the torch path (torch float32) is 0.02"),
+        ("head_fp8.HeadFp8Method", "lm_head: the torch path (bfloat16) is 0.02"),
+    ],
+)
+def test_a_wrong_torch_path_is_found(monkeypatch: pytest.MonkeyPatch, where: str, said: str) -> None:
+    """Here the computation is at fault, not the bytes: results are 2% too large."""
+    module, name = where.split(".")
+    method: Any = getattr(importlib.import_module(f"vllm_ling.quant.{module}"), name)
+    right = method.apply
+    monkeypatch.setattr(method, "apply", lambda *args: right(*args) * 1.02)
     finding = look(kernels, "tiny-ling")
-    assert finding.outcome == "fail"
-    for words in ("layer 5: the torch path (torch float32) is 0.02", "lm_head: the torch path (bfloat16)"):
-        assert words in finding.evidence, finding.evidence
+    assert finding.outcome == "fail" and said in finding.evidence, finding.evidence
 
 
 @pytest.mark.parametrize("damage", [flipped_bytes, one_flipped_byte, larger_scales])
@@ -115,7 +114,7 @@ def test_damage_is_found_against_another_download_and_invisible_without(tmp_path
     alone = look(kernels, folder)
     assert alone.outcome == ("warn" if damage is larger_scales else "unknown")
     if damage is larger_scales:
-        assert f"{EXPERT}_scale_inv: largest scale 2" in alone.evidence
+        assert f"{EXPERT}_scale_inv: largest scale 2" in alone.evidence and "--reference" in alone.fix
     else:
         assert "bytes changed on the way show in gsm8k only" in alone.evidence
 
@@ -288,3 +287,22 @@ def test_a_shape_that_the_kernel_does_not_serve_is_unknown(monkeypatch: pytest.M
 def test_every_format_has_its_torch_path_compared(tmp_path: Path, fmt: str) -> None:
     finding = look(kernels, make_checkpoint(tmp_path / "m", fmt=fmt, clamp=0.3))
     assert finding.outcome == "unknown" and "torch paths on layers 1, 5" in finding.evidence, finding.evidence
+
+
+@pytest.mark.parametrize("stored", ["row", "block"])
+def test_stored_fp8_heads_have_their_path_compared(tmp_path: Path, stored: Any) -> None:
+    finding = look(kernels, make_checkpoint(tmp_path / "m", head_fp8=stored))
+    assert finding.outcome == "unknown" and finding.figures["head"]["bfloat16"] < 1e-2, finding.evidence
+    assert finding.figures["head"]["float32"] < 1e-5
+
+
+def test_signed_bytes_are_the_same_codes(tmp_path: Path) -> None:
+    """Some writers store the packed codes as I8."""
+
+    def signed(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]:
+            tensors[name] = tensors[name].view(torch.int8)
+
+    finding = look(kernels, changed(tmp_path / "m", signed), "tiny-ling")
+    assert finding.outcome == "unknown", finding.evidence
+    assert finding.figures["layers"]["5"]["to_other_source"] == 0

@@ -19,7 +19,7 @@ from vllm_ling.errors import LingError
 from vllm_ling.eval.provenance import ROOT
 from vllm_ling.verify import run as runner
 from vllm_ling.verify.command import chosen, verify
-from vllm_ling.verify.finding import Finding, exit_code, worst
+from vllm_ling.verify.finding import Finding, exit_code, judged, worst
 from vllm_ling.verify.run import run
 from vllm_ling.verify.settings import PARTS, Verification
 from vllm_ling.verify.worker import run_apart
@@ -52,7 +52,9 @@ class Parts:
             raise RuntimeError("Killed (signal 9; log: kernels.log)")
         if outcome == "unusable":
             raise LingError(f"{what.folder}: tensor lm_head.weight is missing")
-        return Finding(part=part, outcome=outcome, evidence="seen in /private/place/x", figures={"n": 1.5})
+        return Finding(
+            part=part, outcome=outcome, evidence="seen in /private/place/x", figures={"n": float("nan")}
+        )
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ def test_the_whole_run_its_files_and_its_page(parts: Parts, tmp_path: Path) -> N
     parts.outcomes["kernels"] = "unknown"
     out = tmp_path / "v.json"
     code = run(WHAT, PARTS, out, restart=False, console=QUIET)
-    content = json.loads(out.read_text())
+    content = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert content["findings"][0]["figures"] == {"n": "nan"}
     assert code == 3 and content["outcome"] == "unknown"
     assert [f["part"] for f in content["findings"]] == list(PARTS)
     assert [f["outcome"] for f in content["findings"]] == ["ok", "unknown", "ok", "ok", "ok", "ok"]
@@ -276,6 +279,21 @@ def test_a_part_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_round_trip() -> None:
     what = replace(WHAT, reference="x", expect_tok_per_s=3.5)
     assert Verification.from_json(what.to_json()) == what
+
+
+def test_a_damaged_file_does_not_fill_the_page() -> None:
+    finding = judged(
+        "kernels", [("warn", "odd"), *[("fail", f"wrong {n}") for n in range(90)]], ["seen"], {}, "mend"
+    )
+    assert finding.outcome == "fail" and finding.fix == "mend"
+    assert finding.evidence == f"{'; '.join(f'wrong {n}' for n in range(6))}; and 85 more; seen"
+    assert judged("kernels", [], ["seen", ""], {}, "mend").model_dump() == {
+        "part": "kernels",
+        "outcome": "ok",
+        "evidence": "seen",
+        "fix": "",
+        "figures": {},
+    }
 
 
 def test_worst_outcome_and_exit_codes() -> None:

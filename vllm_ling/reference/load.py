@@ -82,11 +82,11 @@ class StoredTensors:
         if f"{name}_packed" in self.files:
             return self._int4(name)
         stored = self.read(name)
-        if stored.dtype == torch.uint8:
+        if stored.dtype in (torch.uint8, torch.int8):
             from vllm_ling.quant.mxfp4 import dequantize_mxfp4
 
             scale = self.read(f"{name}_scale_inv")
-            return dequantize_mxfp4(stored, scale.view(torch.uint8), dtype=torch.float32)
+            return dequantize_mxfp4(stored.view(torch.uint8), scale.view(torch.uint8), dtype=torch.float32)
         if stored.dtype == torch.float8_e4m3fn:
             if f"{name}_scale" in self.files:
                 from vllm_ling.quant.row_fp8 import dequantize_row_fp8

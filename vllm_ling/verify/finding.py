@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_ling.doctor.finding import EXIT_CODES, Outcome
 
 _WORST_FIRST: tuple[Outcome, ...] = ("fail", "warn", "unknown", "ok")
+_SHOWN = 6  # of the problems; a damaged file has thousands
 
 
 class Finding(BaseModel):
@@ -35,10 +36,12 @@ def judged(
     """
     outcome = worst([kind for kind, _ in problems])
     words = [text for kind in _WORST_FIRST for found, text in problems if found == kind]
+    if len(words) > _SHOWN:
+        words = [*words[:_SHOWN], f"and {len(words) - _SHOWN} more"]
     return Finding(
         part=part,
         outcome=outcome,
-        evidence="; ".join([*words, *said]),
+        evidence="; ".join([*words, *filter(None, said)]),
         fix=fix if problems else "",
         figures=figures,
     )

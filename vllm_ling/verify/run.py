@@ -2,6 +2,7 @@
 """Runs the parts one after another, keeps what is finished, writes the JSON and the page."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,7 +74,7 @@ def run(what: Verification, parts: Sequence[str], out: Path, *, restart: bool, c
         },
         "findings": [finding.model_dump() for finding in findings],
     }
-    content = without_paths(content)
+    content = public_data(content)
     write_json(out, content)
     text = page(content)
     write_text(out.with_suffix(".md"), text)
@@ -97,7 +98,7 @@ def _one_part(
             finding = _guarded(part, lambda: run_apart(part, what, folder / f"{part}.log"))
     else:
         finding = _guarded(part, lambda: _on_server(what, part, folder, server, console))
-    finding = Finding.model_validate(without_paths(finding.model_dump()))
+    finding = Finding.model_validate(public_data(finding.model_dump()))
     seconds = round(time.monotonic() - started, 1)
     record = PartFile(
         settings=what.part_settings(part),
@@ -180,14 +181,16 @@ class _Server(AbstractContextManager["_Server"]):
         self.stop()
 
 
-def without_paths(content: Any) -> Any:
-    """The same JSON data with every absolute path in its strings cut to a name."""
+def public_data(content: Any) -> Any:
+    """The same data as strict JSON, every absolute path in its strings cut to a name, and NaN and infinity as text."""
     if isinstance(content, str):
         return public(content)
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
     if isinstance(content, dict):
-        return {public(name): without_paths(value) for name, value in content.items()}
+        return {public(name): public_data(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
-        return [without_paths(value) for value in content]
+        return [public_data(value) for value in content]
     return content
 
 
@@ -206,7 +209,7 @@ def _claim(folder: Path, signature: dict[str, Any], again: Sequence[str]) -> Non
     Args:
         again: parts to run again whatever is finished; with any, another verification is thrown away.
     """
-    path, wanted = folder / _SETTINGS, json.loads(json.dumps(without_paths(signature)))
+    path, wanted = folder / _SETTINGS, json.loads(json.dumps(public_data(signature)))
     found = _read(path)
     other = [name for name, value in wanted.items() if found.get(name) != value] if path.exists() else []
     if other and not again:

@@ -55,14 +55,14 @@ def run(what: Verification, served: Served, folder: Path, console: Console) -> F
     rows, kind = questions(what)
     rounds: list[list[Item]] = []
     started = time.monotonic()
-    quiet = _Quiet()
+    watcher = _Quiet()
     with Journal(folder / "speed.json.partial", {"model": served.model}, restart=True) as journal:
         while len(rounds) < _ROUNDS or time.monotonic() - started < 60 * what.minutes:
             number = len(rounds)
             picked = [rows[(number * _A_ROUND + i) % len(rows)] for i in range(_A_ROUND)]
             asked = [_request(served.model, f"{number}.{i}", row) for i, row in enumerate(picked)]
             how = Sending(served.url, CHAT, retries=0, warm_up=2 if number == 0 else 1)
-            entries = ask_items(asked, how, journal, quiet)
+            entries = ask_items(asked, how, journal, watcher)
             rounds.append([_item(entry) for entry in entries.values()])
             left = max(0.0, 60 * what.minutes - (time.monotonic() - started))
             if number % 5 == 4:
@@ -146,7 +146,7 @@ def _against_bytes(
     row = predict(ByteModel(shape, head=head, context=256), machine, what.served_drafts, accept or 1.0)
     share = speed / row.tokens_per_second
     text = f"{share:.0%} of the {row.tokens_per_second:.0f} tok/s that the bytes allow on {machine.name}"
-    return ([("warn", f"slow: {text}")], text) if share < _FLOOR_SHARE else ([], text)
+    return ([("warn", f"slow: {text}")], "") if share < _FLOOR_SHARE else ([], text)
 
 
 def questions(what: Verification) -> tuple[list[dict[str, str]], str]:
