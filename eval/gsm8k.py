@@ -78,7 +78,7 @@ def evaluate(what: Gsm8k, served: Served, out: Path, *, label: str | None, resta
     Raises:
         LingError: unusable data or settings, or a server that stopped answering (what it answered is kept).
     """
-    with _quiet():
+    with quiet():
         task = load_task(what.task, what.data, what.fewshot_data, what.fewshot)
         import lm_eval
 
@@ -105,7 +105,7 @@ def evaluate(what: Gsm8k, served: Served, out: Path, *, label: str | None, resta
             entries.update(ask_items(requests, how, journal, progress))
             return {name: entry["text"] for name, entry in entries.items()}
 
-        with _quiet():
+        with quiet():
             scores = lm_eval.simple_evaluate(
                 model=streaming_model(what.chat, served.url, served.model, _SEED, extra, send),
                 tasks=[task],
@@ -168,8 +168,8 @@ def _scores(found: dict[str, Any], task: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval and datasets talk and draw bars; errors still come through."""
+def quiet() -> Iterator[None]:
+    """Silences lm-eval and datasets, which talk and draw bars; errors still come through."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TQDM_DISABLE", "1")
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "lm_eval.models.api_models")]

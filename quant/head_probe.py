@@ -39,12 +39,26 @@ class ProbeResult:
 
 
 class HeadProbe:
-    """Streaming comparison of `vectors` unit-RMS hidden states through two heads, row chunk by row chunk."""
+    """Streaming comparison of hidden states through two heads, row chunk by row chunk.
 
-    def __init__(self, hidden_size: int, device: torch.device, vectors: int = 256) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        hidden = torch.randn(vectors, hidden_size, generator=generator, dtype=torch.float32)
-        self._hidden = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()).to(device)
+    Args:
+        vectors: how many random ones of unit RMS are drawn.
+        states: real ones to take instead, [vectors, hidden].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        device: torch.device,
+        vectors: int = 256,
+        states: torch.Tensor | None = None,
+    ) -> None:
+        if states is None:
+            generator = torch.Generator().manual_seed(_SEED)
+            hidden = torch.randn(vectors, hidden_size, generator=generator, dtype=torch.float32)
+            states = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+        self._hidden = states.to(device)
+        vectors = len(states)
         self._best = torch.full((2, vectors), -torch.inf, device=device, dtype=torch.float32)
         self._argmax = torch.zeros(2, vectors, dtype=torch.long, device=device)
         self._sum = torch.zeros(2, vectors, device=device, dtype=torch.float32)

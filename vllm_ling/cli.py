@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_ling import __version__
-from vllm_ling.cli_eval import PassThrough, evaluation
+from vllm_ling.cli_eval import Data, FewshotData, PassThrough, Restart, evaluation
 from vllm_ling.errors import LingError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -203,6 +203,62 @@ def doctor(
     from vllm_ling.doctor.run import run
 
     raise typer.Exit(run(ctx.args, url, log, interval, as_json, explain, everything))
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def verify(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, a cached model name or tiny-ling.")],
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: head, kernels, logits, greedy, gsm8k, speed; default all.")
+    ] = "",
+    out: Annotated[
+        Path, typer.Option(help="Where the JSON goes; the page and finished parts beside it.")
+    ] = Path("build/verify.json"),
+    restart: Restart = False,
+    reference: Annotated[
+        str | None, typer.Option(help="The same model from another source, such as the BF16 original.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="MoE layers to look at.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts for logits and greedy.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that greedy writes to each.")] = 64,
+    items: Annotated[int, typer.Option(min=1, help="GSM8K items.")] = 50,
+    task: Annotated[
+        Literal["gsm8k", "gsm8k_cot", "tiny_ling"] | None,
+        typer.Option(help="lm-eval's task; default by model and data."),
+    ] = None,
+    data: Data = None,
+    fewshot_data: FewshotData = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Budget of a GSM8K answer.")] = None,
+    expect_accuracy: Annotated[
+        float, typer.Option(min=0.01, max=0.999, help="True share of right answers of a sound server.")
+    ] = 0.9,
+    minutes: Annotated[float, typer.Option(min=0, max=1440, help="Length of the speed run.")] = 10.0,
+    expect_tok_s: Annotated[float, typer.Option(min=0, help="Slower than this is called slow.")] = 0.0,
+) -> None:
+    """Check a real checkpoint on this machine, part by part; serve flags after --. Resumes by itself."""
+    from vllm_ling.verify.command import verify as run
+
+    code = run(
+        model,
+        ctx.args,
+        parts,
+        out,
+        restart=restart,
+        reference=reference,
+        task=task,
+        data=data,
+        fewshot_data=fewshot_data,
+        max_tokens=max_tokens,
+        layers=layers,
+        prompts=prompts,
+        tokens=tokens,
+        items=items,
+        expect_accuracy=expect_accuracy,
+        minutes=minutes,
+        expect_tok_per_s=expect_tok_s,
+    )
+    raise typer.Exit(code)
 
 
 app.add_typer(evaluation, name="eval")

@@ -39,7 +39,7 @@ def from_checkpoint(
         raise LingError(f"{path}: config.json is missing")
     config = ReferenceConfig.from_dict(json.loads(config_file.read_text(encoding="utf-8")))
     model = LingReference(config, ignore_clamps, drop_expert)
-    tensors = _Tensors(path)
+    tensors = StoredTensors(path)
     state = {}
     for name, parameter in model.state_dict().items():
         if ".mlp.experts." in name:
@@ -58,7 +58,7 @@ def from_checkpoint(
     return model.to(device).eval()
 
 
-class _Tensors:
+class StoredTensors:
     """All tensors of a folder's safetensors files, read on demand and ticked off."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,11 +82,11 @@ class _Tensors:
         if f"{name}_packed" in self.files:
             return self._int4(name)
         stored = self.read(name)
-        if stored.dtype == torch.uint8:
+        if stored.dtype in (torch.uint8, torch.int8):
             from vllm_ling.quant.mxfp4 import dequantize_mxfp4
 
             scale = self.read(f"{name}_scale_inv")
-            return dequantize_mxfp4(stored, scale.view(torch.uint8), dtype=torch.float32)
+            return dequantize_mxfp4(stored.view(torch.uint8), scale.view(torch.uint8), dtype=torch.float32)
         if stored.dtype == torch.float8_e4m3fn:
             if f"{name}_scale" in self.files:
                 from vllm_ling.quant.row_fp8 import dequantize_row_fp8
