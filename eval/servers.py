@@ -89,6 +89,8 @@ def running(
 ) -> Iterator[Server]:
     """Runs `command`, which must serve HTTP on `port` of the loopback address, for the length of a `with` block.
 
+    On Linux the server gets SIGTERM when the thread that called this ends, however it ends.
+
     Args:
         env: variables on top of this process's own.
         timeout_s: how long the server may take until GET /health answers 200.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from vllm_ling.checkpoint.headers import INDEX
 from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.checkpoint.shapes import LingShape
-from vllm_ling.doctor.facts.settings import parse_flags
+from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.errors import LingError
 from vllm_ling.eval.lm_tasks import TaskName
 from vllm_ling.eval.provenance import PACKAGES, gpus, versions
@@ -101,7 +101,7 @@ class Verification:
     @cached_property
     def flags(self) -> dict[str, Any]:
         """The serve flags as a mapping."""
-        return parse_flags(self.serve)
+        return read_flags(self.serve).given
 
     @property
     def options(self) -> dict[str, Any]:
