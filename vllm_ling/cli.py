@@ -84,7 +84,7 @@ def demo(
     stages: Annotated[str, typer.Option(help="Comma-separated stages, default all.")] = "",
 ) -> None:
     """Serve tiny-ling with one optimization more at a time, then with two faults on purpose, and compare."""
-    from vllm_ling.eval.demo import run
+    from vllm_ling.eval.demo.run import run
 
     raise typer.Exit(run(items=items, out=out, stages=[name for name in stages.split(",") if name]))
 

@@ -65,8 +65,8 @@ def eval_gsm8k(
     restart: Restart = False,
 ) -> None:
     """GSM8K through lm-eval: its scores, and speed and acceptance of the same answers. Resumes by itself."""
-    from vllm_ling.eval.commands import gsm8k
-    from vllm_ling.eval.gsm8k import Gsm8k
+    from vllm_ling.eval.runs.commands import gsm8k
+    from vllm_ling.eval.runs.gsm8k import Gsm8k
 
     if temperature == 0 and (top_p is not None or top_k is not None):
         raise LingError("--top-p and --top-k need a --temperature above 0")
@@ -106,8 +106,8 @@ def eval_synthetic(
     restart: Restart = False,
 ) -> None:
     """Fixed prompt and output lengths, from real text or (labelled as such) random tokens."""
-    from vllm_ling.eval.commands import choose_text, synthetic
-    from vllm_ling.eval.synthetic import Synthetic
+    from vllm_ling.eval.runs.commands import choose_text, synthetic
+    from vllm_ling.eval.runs.synthetic import Synthetic
 
     what = Synthetic(
         text=choose_text(text, random_tokens),
@@ -151,9 +151,9 @@ def eval_ablate(
     restart: Restart = False,
 ) -> None:
     """One server per stage, GSM8K and a synthetic load on each: the ablation table for this machine."""
-    from vllm_ling.eval.commands import ablate, choose_text
-    from vllm_ling.eval.gsm8k import Gsm8k
-    from vllm_ling.eval.synthetic import Synthetic
+    from vllm_ling.eval.runs.commands import ablate, choose_text
+    from vllm_ling.eval.runs.gsm8k import Gsm8k
+    from vllm_ling.eval.runs.synthetic import Synthetic
 
     questions = Gsm8k(
         task=task,
@@ -171,7 +171,7 @@ def eval_ablate(
 @evaluation.command("mock", cls=PassThrough, add_help_option=False)
 def eval_mock(ctx: typer.Context) -> None:
     """A stand-in for a server with known speed, accept length and failures (`mock --help` shows the flags)."""
-    from vllm_ling.eval.mock_server import main
+    from vllm_ling.eval.serving.mock_server import main
 
     main(ctx.args)
 
@@ -184,7 +184,7 @@ def eval_compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Two result files, item by item: accuracy, speed, and what may be claimed of the difference."""
-    from vllm_ling.eval.compare import run
+    from vllm_ling.eval.report.compare import run
 
     raise typer.Exit(run(first, second, margin, as_json))
 
@@ -199,6 +199,6 @@ def eval_report(
     margin: Annotated[float, typer.Option(help="Largest loss of accuracy that passes.")] = 0.01,
 ) -> None:
     """Result files as one self-contained page: figures, plots, paired comparison, origin."""
-    from vllm_ling.eval.html_report import run
+    from vllm_ling.eval.report.html import run
 
     run(files, out, markdown, margin)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_ling.checkpoint.synthetic import mini_config, random_tensors
-from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.reference.load import from_checkpoint
 
 TOKENS = 40

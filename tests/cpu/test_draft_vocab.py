@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from vllm_ling.checkpoint.locate import tiny_ling_path
-from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.spec_decode.count_tokens import run
 from vllm_ling.spec_decode.draft_vocab import DraftVocab, tokenizer_hash
 from vllm_ling.tiny.evaluate import load_heldout

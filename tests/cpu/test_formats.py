@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_ling.checkpoint.synthetic import make_checkpoint
-from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
-from vllm_ling.eval.parity import prompts, reference_logits, relative_rms
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.parity import prompts, reference_logits, relative_rms
 
 # FP32 sums of a few hundred terms in another order, over six layers: measured 1e-6; a wrong scale shows at 1e-2.
 FP32_RMS = 2e-5

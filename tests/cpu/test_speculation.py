@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from vllm_ling.checkpoint.locate import tiny_ling_path
-from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.tiny.tokenizer import EOS, token_id
 
 PROMPTS, TOKENS = 64, 96

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cpu.test_speculation import prompts
 from vllm_ling.checkpoint.locate import tiny_ling_path
-from vllm_ling.eval.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 DRAFTS = (1, 2, 4, 5, 7)

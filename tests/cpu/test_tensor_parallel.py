@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from vllm_ling.checkpoint.synthetic import make_checkpoint
-from vllm_ling.eval.engines import EngineSpec, run_engines
-from vllm_ling.eval.parity import prompts, relative_rms
+from vllm_ling.eval.studies.engines import EngineSpec, run_engines
+from vllm_ling.eval.studies.parity import prompts, relative_rms
 
 # FP32 partial sums meet in another order than on one rank.
 FP32_RMS = 2e-5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.errors import LingError
-from vllm_ling.eval.draft_traces import sample, traces
+from vllm_ling.eval.studies.draft_traces import sample, traces
 from vllm_ling.quant.head_fp8 import HeadFp8Method
 from vllm_ling.quant.row_fp8 import quantize_row_fp8
 from vllm_ling.reference.load import from_checkpoint

@@ -13,7 +13,7 @@ import httpx
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.pages import fetch
 from vllm_ling.doctor.phrases import PHRASES
-from vllm_ling.eval.servers import Server, free_port, running
+from vllm_ling.eval.serving.servers import Server, free_port, running
 from vllm_ling.tiny.problems import HELDOUT_PATH
 
 FOLDER = Path(__file__).parent / "evidence"

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from vllm_ling.eval.demo.table import DemoReport
 from vllm_ling.eval.provenance import ROOT
-from vllm_ling.eval.report import DemoReport
 
 pytestmark = pytest.mark.e2e
 TTFT_MS, STEP_MS = 30.0, 16.0
 MOCK = [
     sys.executable,
     "-m",
-    "vllm_ling.eval.mock_server",
+    "vllm_ling.eval.serving.mock_server",
     "--ttft-ms",
     str(TTFT_MS),
     "--step-ms",
@@ -42,7 +42,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from vllm_ling.cli import main
-from vllm_ling.eval import demo
+from vllm_ling.eval.demo import run as demo
 demo.run.__kwdefaults__["server"] = json.loads(sys.argv.pop(1))
 main()
 """

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from vllm_ling.doctor.facts.pages import fetch
-from vllm_ling.eval.servers import Server, free_port, running
+from vllm_ling.eval.serving.servers import Server, free_port, running
 from vllm_ling.metrics import names
 from vllm_ling.tiny.problems import HELDOUT_PATH
 

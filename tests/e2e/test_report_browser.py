@@ -10,9 +10,9 @@ from PIL import Image
 
 from tests.e2e import browser as chromium
 from tests.unit.report_runs import PLOTS, Page, run_items, shows, write_runs
-from vllm_ling.eval import html_report, svg
-from vllm_ling.eval.report_data import FIGURES
-from vllm_ling.eval.result_file import load, make
+from vllm_ling.eval.report import html, svg
+from vllm_ling.eval.report.data import FIGURES
+from vllm_ling.eval.report.result_file import load, make
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 GROUND = {False: (0xF4, 0xF5, 0xF7), True: (0x10, 0x12, 0x14)}
@@ -25,7 +25,7 @@ def browser() -> str:
 
 def report(folder: Path, files: list[Path]) -> Path:
     page = folder / "report.html"
-    html_report.run(files, page, None, 0.01)
+    html.run(files, page, None, 0.01)
     return page
 
 

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from vllm_ling.checkpoint.locate import tiny_ling_path
-from vllm_ling.eval.metrics import read_counters
 from vllm_ling.eval.provenance import ROOT
-from vllm_ling.eval.servers import Server, free_port, running
+from vllm_ling.eval.serving.metrics import read_counters
+from vllm_ling.eval.serving.servers import Server, free_port, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SERVE = [sys.executable, "-m", "vllm_ling.cli", "serve"]

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from vllm_ling.eval.result_file import Item, make
+from vllm_ling.eval.report.result_file import Item, make
 
 STEP_MS = {"baseline": 60.0, "head": 44.0, "mtp": 26.0}
 ACCEPTANCE = (0.9, 0.8, 0.7)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.cli import app
 from vllm_ling.errors import LingError
-from vllm_ling.eval.draft_vocab_study import FLASH_VOCAB, solve
+from vllm_ling.eval.studies.draft_vocab_study import FLASH_VOCAB, solve
 from vllm_ling.roofline.bytes import accept_length
 from vllm_ling.serve import _plain_look, preflight
 from vllm_ling.spec_decode.count_tokens import most_frequent, run

@@ -14,17 +14,17 @@ import pytest
 from rich.console import Console
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.ablate import Ablation, StageFiles, run
-from vllm_ling.eval.ablation_stages import AblationStage, not_what_it_says, plan
-from vllm_ling.eval.ablation_table import as_data, markdown, rows
-from vllm_ling.eval.gsm8k import Gsm8k
+from vllm_ling.eval.ablation.run import Ablation, StageFiles, run
+from vllm_ling.eval.ablation.stages import AblationStage, not_what_it_says, plan
+from vllm_ling.eval.ablation.table import as_data, markdown, rows
+from vllm_ling.eval.files import write_json
 from vllm_ling.eval.provenance import ROOT
-from vllm_ling.eval.report import write_json
-from vllm_ling.eval.result_file import Item, ResultFile, load, make
-from vllm_ling.eval.served import Served
-from vllm_ling.eval.synthetic import Synthetic
+from vllm_ling.eval.report.result_file import Item, ResultFile, load, make
+from vllm_ling.eval.runs.gsm8k import Gsm8k
+from vllm_ling.eval.runs.synthetic import Synthetic
+from vllm_ling.eval.serving.served import Served
 
-MOCK = (sys.executable, "-m", "vllm_ling.eval.mock_server")
+MOCK = (sys.executable, "-m", "vllm_ling.eval.serving.mock_server")
 FOUR = ["baseline", "moe", "head", "mtp"]
 
 
@@ -227,8 +227,8 @@ def test_stages_over_different_data_are_not_compared(tmp_path: Path) -> None:
 DYING = """
 import os, sys
 from pathlib import Path
-from vllm_ling.eval import mock_server
-from vllm_ling.eval.mock_script import Script
+from vllm_ling.eval.serving import mock_server
+from vllm_ling.eval.serving.mock_script import Script
 died, failure = Path(sys.argv.pop(1)), Script.failure
 def once(script):
     found = failure(script)
@@ -263,7 +263,7 @@ import sys
 from pathlib import Path
 from rich.console import Console
 from tests.unit.test_eval_ablation import ablation
-from vllm_ling.eval.ablate import run
+from vllm_ling.eval.ablation.run import run
 what = ablation(["baseline", "mtp"], {"baseline": "--step-ms 3", "mtp": "--step-ms 3"}, tag=sys.argv[1])
 run(what, Path(sys.argv[1]), restart=False, console=Console(quiet=True))
 """
@@ -277,7 +277,7 @@ def servers_of(folder: Path) -> list[str]:
             words = entry.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "vllm_ling.eval.mock_server" in words and str(folder) in words:
+        if "vllm_ling.eval.serving.mock_server" in words and str(folder) in words:
             found.append(" ".join(words))
     return found
 

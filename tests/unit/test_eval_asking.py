@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.unit.mock_servers import serving
-from vllm_ling.eval.asking import Request, Sending, ask_items
-from vllm_ling.eval.client import COMPLETIONS
-from vllm_ling.eval.journal import Journal
-from vllm_ling.eval.metrics import ACCEPTED, ACCEPTED_AT, DRAFTS
-from vllm_ling.eval.mock_script import Script
-from vllm_ling.eval.mock_server import handler
-from vllm_ling.eval.progress import RunProgress
+from vllm_ling.eval.runs.asking import Request, Sending, ask_items
+from vllm_ling.eval.runs.journal import Journal
+from vllm_ling.eval.runs.progress import RunProgress
+from vllm_ling.eval.serving.client import COMPLETIONS
+from vllm_ling.eval.serving.metrics import ACCEPTED, ACCEPTED_AT, DRAFTS
+from vllm_ling.eval.serving.mock_script import Script
+from vllm_ling.eval.serving.mock_server import handler
 
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 6, "ignore_eos": True}
 

@@ -10,10 +10,10 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from tests.unit.mock_servers import serving, steadily
-from vllm_ling.eval.client import CHAT, Answer, ask_all, chat, connect
-from vllm_ling.eval.client import ask as ask_one
-from vllm_ling.eval.mock_script import Script, tokenize
-from vllm_ling.eval.mock_server import handler
+from vllm_ling.eval.serving.client import CHAT, Answer, ask_all, chat, connect
+from vllm_ling.eval.serving.client import ask as ask_one
+from vllm_ling.eval.serving.mock_script import Script, tokenize
+from vllm_ling.eval.serving.mock_server import handler
 from vllm_ling.tiny.problems import HELDOUT_PATH
 
 ROWS = [json.loads(line) for line in HELDOUT_PATH.read_text(encoding="utf-8").splitlines()[:8]]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vllm_ling.cli import app
 from vllm_ling.errors import LingError
-from vllm_ling.eval.result_file import Item, ResultFile, load, make, summarize
+from vllm_ling.eval.report.result_file import Item, ResultFile, load, make, summarize
 
 SCHEMA = Path("eval/results/schema.json")
 

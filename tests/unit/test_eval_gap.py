@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from vllm_ling.eval.gap import Load, explain_gap, gain
+from vllm_ling.eval.ablation.gap import Load, explain_gap, gain
 
 BASE = Load(ttft_s=0.2, tokens=400, tpot_s=0.025)
 

@@ -10,13 +10,13 @@ import pytest
 
 from tests.unit.mock_servers import serving, steadily
 from vllm_ling.errors import LingError
-from vllm_ling.eval.gsm8k import Gsm8k, evaluate
-from vllm_ling.eval.lm_tasks import load_task, task_manager
-from vllm_ling.eval.mock_script import Script, tokenize
-from vllm_ling.eval.mock_server import handler
-from vllm_ling.eval.questions import read_rows
-from vllm_ling.eval.result_file import ResultFile, load
-from vllm_ling.eval.served import describe
+from vllm_ling.eval.report.result_file import ResultFile, load
+from vllm_ling.eval.runs.gsm8k import Gsm8k, evaluate
+from vllm_ling.eval.runs.lm_tasks import load_task, task_manager
+from vllm_ling.eval.runs.questions import read_rows
+from vllm_ling.eval.serving.mock_script import Script, tokenize
+from vllm_ling.eval.serving.mock_server import handler
+from vllm_ling.eval.serving.served import describe
 from vllm_ling.tiny.problems import HELDOUT_PATH
 
 ROWS = read_rows(HELDOUT_PATH)

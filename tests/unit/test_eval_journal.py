@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.journal import Journal, beside
+from vllm_ling.eval.runs.journal import Journal, beside
 
 SETTINGS = {"model": "m", "limit": None, "sampling": {"temperature": 0.0}}
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_ling.eval.metrics import SpecCounters, parse_counters
+from vllm_ling.eval.serving.metrics import SpecCounters, parse_counters
 
 PAGE = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

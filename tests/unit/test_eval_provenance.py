@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ling.eval.files import write_json
 from vllm_ling.eval.provenance import ROOT, git_state, provenance, public, versions
-from vllm_ling.eval.report import write_json
 
 
 def test_record_is_plain_json_without_host_or_paths() -> None:

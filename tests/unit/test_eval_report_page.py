@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from tests.unit.report_runs import PLOTS, STEP_MS, Page, origin, run_items, shows, write_runs
 from vllm_ling.cli import app
 from vllm_ling.errors import LingError
-from vllm_ling.eval.compare import compare
 from vllm_ling.eval.provenance import ROOT
-from vllm_ling.eval.report_data import FIGURES
-from vllm_ling.eval.result_file import Item, load, make
+from vllm_ling.eval.report.compare import compare
+from vllm_ling.eval.report.data import FIGURES
+from vllm_ling.eval.report.result_file import Item, load, make
 
 HOSTILE = "\" onload='x' <script>alert(1)</script>\"'&|`**_[x](javascript:1)"
 ATTRIBUTES = set(

@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.mock_servers import serving
 from vllm_ling.errors import LingError
-from vllm_ling.eval.commands import check_out
-from vllm_ling.eval.metrics import DRAFTS
-from vllm_ling.eval.mock_server import main
-from vllm_ling.eval.served import describe
-from vllm_ling.eval.target import target
+from vllm_ling.eval.runs.commands import check_out
+from vllm_ling.eval.serving.metrics import DRAFTS
+from vllm_ling.eval.serving.mock_server import main
+from vllm_ling.eval.serving.served import describe
+from vllm_ling.eval.serving.target import target
 from vllm_ling.metrics import names
 
 MODELS = json.dumps({"data": [{"id": "org/m-1", "max_model_len": 99}]})

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.servers import ServerError, find_cause, find_faults, free_port, running, stop_group
+from vllm_ling.eval.serving.servers import (
+    ServerError,
+    find_cause,
+    find_faults,
+    free_port,
+    running,
+    stop_group,
+)
 
 # Answers every GET, after starting a child that outlives its parent and shrugs off SIGTERM.
 STUBBORN = """

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ling.eval.demo import server_flags
-from vllm_ling.eval.report import StageResult
-from vllm_ling.eval.stages import STAGES, StageRun, broken_bars, what_caught
+from vllm_ling.eval.demo.run import server_flags
+from vllm_ling.eval.demo.stages import STAGES, StageRun, broken_bars, what_caught
+from vllm_ling.eval.demo.table import StageResult
 from vllm_ling.options import parse_options
 
 BY_NAME = {stage.name: stage for stage in STAGES}

@@ -7,7 +7,7 @@ import random
 import pytest
 from scipy.stats import binomtest
 
-from vllm_ling.eval.statistics import (
+from vllm_ling.eval.report.statistics import (
     Interval,
     bootstrap,
     compare_accuracy,

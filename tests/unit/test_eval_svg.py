@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.report_runs import run_items
-from vllm_ling.eval import report_plots, svg
-from vllm_ling.eval.report_data import Run
-from vllm_ling.eval.result_file import Item, make
+from vllm_ling.eval.report import plots, svg
+from vllm_ling.eval.report.data import Run
+from vllm_ling.eval.report.result_file import Item, make
 
 # Half a tenth of a pixel is lost in writing a coordinate, the same again in reading the axis.
 PIXEL = 0.25
@@ -70,7 +70,7 @@ def corners(d: str) -> list[tuple[float, float]]:
 def test_marks_lie_where_the_axes_say() -> None:
     values = [(12, 0.7), (300, 21.0), (151, 9.25)]
     run = made("a", [item(n, output_tokens=x, latency_s=y) for n, (x, y) in enumerate(values)])
-    drawing = Drawing(report_plots.tokens_and_latency([run]).drawing)
+    drawing = Drawing(plots.tokens_and_latency([run]).drawing)
     (cloud,) = drawing.paths("cloud")
     expected = [(drawing.pixel("x", x), drawing.pixel("y", y)) for x, y in values]
     for found, wanted in zip(starts(cloud), expected, strict=True):
@@ -80,7 +80,7 @@ def test_marks_lie_where_the_axes_say() -> None:
 
 def test_the_latency_curve_is_the_cumulative_distribution() -> None:
     latencies = [4.0, 1.0, 2.0, 2.0, 3.5]
-    plot = report_plots.latency([made("a", [item(n, latency_s=v) for n, v in enumerate(latencies)])])
+    plot = plots.latency([made("a", [item(n, latency_s=v) for n, v in enumerate(latencies)])])
     drawing = Drawing(plot.drawing)
     (line,) = drawing.paths("line")
     points = corners(line)
@@ -95,7 +95,7 @@ def test_the_latency_curve_is_the_cumulative_distribution() -> None:
 
 def test_acceptance_by_position() -> None:
     run = made("a", [item(0, drafts=8, accepted=11, accepted_at=[6, 4, 1])])
-    drawing = Drawing(report_plots.by_position([made("none", [item(0)]), run]).drawing)
+    drawing = Drawing(plots.by_position([made("none", [item(0)]), run]).drawing)
     (line,) = drawing.paths("line")
     wanted = [
         (drawing.pixel("x", n), drawing.pixel("y", share)) for n, share in ((1, 75), (2, 50), (3, 12.5))
@@ -107,11 +107,11 @@ def test_acceptance_by_position() -> None:
 
 
 def test_rounds_start_after_the_first_chunk() -> None:
-    assert report_plots.item_rounds(item(0, chunks=[1, 4, 3, 0, 4])) == [(1, 4), (5, 3), (8, 4)]
-    assert report_plots.item_rounds(item(0, chunks=[9])) == []
-    assert report_plots.item_rounds(item(0, chunks=[1, -2, 3])) == []
-    assert report_plots.item_rounds(item(0)) == []
-    assert report_plots.bin_means([(0, 4), (9, 2), (10, 1), (35, 3)], 10) == [
+    assert plots.item_rounds(item(0, chunks=[1, 4, 3, 0, 4])) == [(1, 4), (5, 3), (8, 4)]
+    assert plots.item_rounds(item(0, chunks=[9])) == []
+    assert plots.item_rounds(item(0, chunks=[1, -2, 3])) == []
+    assert plots.item_rounds(item(0)) == []
+    assert plots.bin_means([(0, 4), (9, 2), (10, 1), (35, 3)], 10) == [
         (5, 3, 2),
         (15, 1, 1),
         (35, 3, 1),
@@ -123,7 +123,7 @@ def test_tokens_per_round_over_the_output() -> None:
     chunks = [1] + [4] * 12 + [1] + [2] * 25
     assert sum(chunks[:14]) == 50 and sum(chunks) == 100
     run = made("a", [item(n, chunks=chunks) for n in range(30)])
-    drawing = Drawing(report_plots.over_output([run]).drawing)
+    drawing = Drawing(plots.over_output([run]).drawing)
     (line,) = drawing.paths("line")
     points = starts(line)
     assert points[0][1] == pytest.approx(drawing.pixel("y", 4), abs=PIXEL)
@@ -132,14 +132,14 @@ def test_tokens_per_round_over_the_output() -> None:
     assert all(y == pytest.approx(drawing.pixel("y", 2), abs=PIXEL) for x, y in points if x > change)
     assert drawing.titles("x") == "output position, tokens"
     assert not drawing.paths("hollow")
-    few = Drawing(report_plots.over_output([made("a", [item(0, chunks=[1, 2, 3])])]).drawing)
+    few = Drawing(plots.over_output([made("a", [item(0, chunks=[1, 2, 3])])]).drawing)
     assert few.paths("hollow"), "few rounds are marked as such"
 
 
 def test_the_waterfall() -> None:
     tpot = (60.0, 44.0, None, 8.0, 10.0)
     runs = [made(f"r{n}", [item(0, tpot_ms=value)]) for n, value in enumerate(tpot)]
-    plot = report_plots.stages(runs)
+    plot = plots.stages(runs)
     drawing = Drawing(plot.drawing)
     rects = {name: [] for name in ("bar", "step")}  # type: dict[str, list[tuple[float, float, float]]]
     for e in drawing.root.iter("rect"):
@@ -176,13 +176,13 @@ def test_axes_hold_their_values_between_round_ticks(values: list[float], whole: 
 
 def test_drawings_are_small_for_many_items() -> None:
     run = made("a", [item(n, output_tokens=n % 50, latency_s=1.0 + n % 7) for n in range(20_000)])
-    assert len(report_plots.tokens_and_latency([run]).drawing) < 50_000, "points on one pixel are drawn once"
-    assert len(report_plots.latency([run]).drawing) < 10_000
+    assert len(plots.tokens_and_latency([run]).drawing) < 50_000, "points on one pixel are drawn once"
+    assert len(plots.latency([run]).drawing) < 10_000
 
 
 def test_text_is_escaped_in_drawings() -> None:
     run = made("<b>&\"'", run_items("mtp", 20, 1))
-    for plot in report_plots.plots([run]):
+    for plot in plots.plots([run]):
         words = "".join(ET.fromstring(plot.drawing).itertext())
         assert "<b>&\"'" in words and "<b>" not in plot.drawing
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.mock_servers import serving, steadily
 from vllm_ling.errors import LingError
-from vllm_ling.eval.ablation_table import load_of
-from vllm_ling.eval.mock_script import Script
-from vllm_ling.eval.mock_server import handler
-from vllm_ling.eval.served import describe
-from vllm_ling.eval.synthetic import Synthetic, make_prompts, measure
+from vllm_ling.eval.ablation.table import load_of
+from vllm_ling.eval.runs.synthetic import Synthetic, make_prompts, measure
+from vllm_ling.eval.serving.mock_script import Script
+from vllm_ling.eval.serving.mock_server import handler
+from vllm_ling.eval.serving.served import describe
 
 RANDOM = Synthetic(None, isl=40, osl=31, requests=2, repeats=3)
 

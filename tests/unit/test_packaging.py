@@ -118,9 +118,9 @@ print(json.dumps([vllm_ling.__file__, heavy]))
 def test_folders_import_under_the_package_only(site: Path) -> None:
     code = """
 import importlib.util, json, sys
-import vllm_ling.eval.demo, vllm_ling.quant, vllm_ling.spec_decode
+import vllm_ling.eval.demo.run, vllm_ling.quant, vllm_ling.spec_decode
 print(json.dumps([[n for n in ("quant", "spec_decode", "eval", "tests") if n in sys.modules or
-                   importlib.util.find_spec(n)], vllm_ling.eval.demo.__file__]))
+                   importlib.util.find_spec(n)], vllm_ling.eval.demo.run.__file__]))
 """
     strays, file = json.loads(run_installed(site, code))
     assert strays == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ling.eval.draft_length import MOST, flash_costs, replay
-from vllm_ling.eval.draft_traces import Trace
+from vllm_ling.eval.studies.draft_length import MOST, flash_costs, replay
+from vllm_ling.eval.studies.draft_traces import Trace
 from vllm_ling.spec_decode.gate import Calibration, Costs, DraftGate
 
 COSTS = flash_costs()

@@ -17,7 +17,7 @@ from vllm_ling.tiny.evaluate import clamp_effect, load_heldout, score
 
 pytest.importorskip("vllm_ling.quant.mxfp4")
 
-from vllm_ling.eval.train_tiny import main
+from vllm_ling.eval.studies.train_tiny import main
 from vllm_ling.tiny.objective import balance_experts, quantized_weights
 
 TOKENIZER_FILE = MODEL_DIR / "tokenizer.json"
@@ -90,7 +90,7 @@ def test_training_learns_saves_and_resumes(tmp_path: Path, capsys: pytest.Captur
     class Interrupted(Exception):
         pass
 
-    from vllm_ling.eval import train_tiny
+    from vllm_ling.eval.studies import train_tiny
 
     trainer = train_tiny.Trainer(train_tiny.parse(_options(tmp_path, "--steps", "8", "--state", str(state))))
     original = trainer.step

@@ -9,8 +9,8 @@ import torch
 
 from tests.verify.checkpoints import changed
 from vllm_ling.checkpoint.locate import tiny_ling_path
-from vllm_ling.eval.engines import EngineError, EngineRun, EngineSpec
-from vllm_ling.eval.parity import reference_logits
+from vllm_ling.eval.studies.engines import EngineError, EngineRun, EngineSpec
+from vllm_ling.eval.studies.parity import reference_logits
 from vllm_ling.verify import greedy, logits, small_model
 from vllm_ling.verify.settings import Verification
 

@@ -24,7 +24,7 @@ from vllm_ling.verify.run import run
 from vllm_ling.verify.settings import PARTS, Verification
 from vllm_ling.verify.worker import run_apart
 
-MOCK = (sys.executable, "-m", "vllm_ling.eval.mock_server")
+MOCK = (sys.executable, "-m", "vllm_ling.eval.serving.mock_server")
 QUIET = Console(quiet=True)
 MTP = "{'method':'mtp','num_speculative_tokens':3}"
 TRAP = "{'ling':{'inject_fault':'head_bytes','on_fault':'warn'}}"
@@ -219,7 +219,7 @@ def servers(folder: Path) -> list[str]:
             words = entry.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if "vllm_ling.eval.mock_server" in words and str(folder) in words:
+        if "vllm_ling.eval.serving.mock_server" in words and str(folder) in words:
             found.append(" ".join(words))
     return found
 

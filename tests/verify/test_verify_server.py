@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from tests.unit.mock_servers import serving
-from vllm_ling.eval.mock_script import Script
-from vllm_ling.eval.mock_server import handler
-from vllm_ling.eval.result_file import Item
-from vllm_ling.eval.served import describe
+from vllm_ling.eval.report.result_file import Item
+from vllm_ling.eval.serving.mock_script import Script
+from vllm_ling.eval.serving.mock_server import handler
+from vllm_ling.eval.serving.served import describe
 from vllm_ling.verify import gsm8k, speed
 from vllm_ling.verify.finding import Finding
 from vllm_ling.verify.settings import Verification

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vllm_ling.checkpoint.locate import TINY_LING
 from vllm_ling.errors import LingError
-from vllm_ling.eval.lm_tasks import TaskName
+from vllm_ling.eval.runs.lm_tasks import TaskName
 from vllm_ling.verify.run import run
 from vllm_ling.verify.settings import PARTS, Verification, detect_device
 

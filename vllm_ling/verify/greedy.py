@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_ling.doctor.finding import Outcome
-from vllm_ling.eval.engines import EngineError, EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.engines import EngineError, EngineRun, EngineSpec, run_engines
 from vllm_ling.verify.finding import Finding, judged
 from vllm_ling.verify.logits import last_line
 from vllm_ling.verify.prompts import chat_prompts, stop_tokens

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from vllm_ling.doctor.finding import Outcome
 from vllm_ling.errors import LingError
-from vllm_ling.eval.gsm8k import Gsm8k, evaluate, quiet
-from vllm_ling.eval.lm_tasks import load_task
-from vllm_ling.eval.result_file import ResultFile
-from vllm_ling.eval.served import Served
+from vllm_ling.eval.report.result_file import ResultFile
+from vllm_ling.eval.runs.gsm8k import Gsm8k, evaluate, quiet
+from vllm_ling.eval.runs.lm_tasks import load_task
+from vllm_ling.eval.serving.served import Served
 from vllm_ling.verify.finding import Finding, judged
 from vllm_ling.verify.settings import Verification
 

@@ -14,8 +14,8 @@ import torch
 
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor.finding import Outcome
-from vllm_ling.eval.engines import EngineError, EngineRun, EngineSpec, run_engines
-from vllm_ling.eval.parity import reference_logits, relative_rms
+from vllm_ling.eval.studies.engines import EngineError, EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.parity import reference_logits, relative_rms
 from vllm_ling.verify.finding import Finding, judged
 from vllm_ling.verify.prompts import chat_prompts
 from vllm_ling.verify.settings import Verification

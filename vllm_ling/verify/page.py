@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_ling.eval.markdown_report import escape
+from vllm_ling.eval.report.markdown import escape
 
 _MEANING = {
     "ok": "every part that ran found what it must",

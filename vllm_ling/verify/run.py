@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from vllm_ling.errors import LingError
+from vllm_ling.eval.files import write_json, write_text
 from vllm_ling.eval.provenance import provenance, public
-from vllm_ling.eval.report import write_json, write_text
-from vllm_ling.eval.served import Served
-from vllm_ling.eval.servers import ServerError
-from vllm_ling.eval.target import target
+from vllm_ling.eval.serving.served import Served
+from vllm_ling.eval.serving.servers import ServerError
+from vllm_ling.eval.serving.target import target
 from vllm_ling.verify import gsm8k, speed
 from vllm_ling.verify.finding import Finding, exit_code, worst
 from vllm_ling.verify.page import page

@@ -15,8 +15,8 @@ from vllm_ling.checkpoint.locate import resolve_model
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor.facts.flags import read_flags
 from vllm_ling.errors import LingError
-from vllm_ling.eval.lm_tasks import TaskName
 from vllm_ling.eval.provenance import PACKAGES, gpus, versions
+from vllm_ling.eval.runs.lm_tasks import TaskName
 
 PARTS = ("head", "kernels", "logits", "greedy", "gsm8k", "speed")
 # Serve flags that also matter to the engines of `logits` and `greedy`, which are not servers.

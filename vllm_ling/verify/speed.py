@@ -14,16 +14,16 @@ from rich.console import Console
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor.finding import Outcome
 from vllm_ling.errors import LingError
-from vllm_ling.eval.asking import Request, Sending, ask_items
-from vllm_ling.eval.client import CHAT
-from vllm_ling.eval.gsm8k import quiet
-from vllm_ling.eval.journal import Journal
-from vllm_ling.eval.lm_tasks import load_task
+from vllm_ling.eval.files import write_json
 from vllm_ling.eval.provenance import gpus, provenance
-from vllm_ling.eval.questions import read_rows
-from vllm_ling.eval.report import write_json
-from vllm_ling.eval.result_file import Item, make, summarize
-from vllm_ling.eval.served import Served
+from vllm_ling.eval.report.result_file import Item, make, summarize
+from vllm_ling.eval.runs.asking import Request, Sending, ask_items
+from vllm_ling.eval.runs.gsm8k import quiet
+from vllm_ling.eval.runs.journal import Journal
+from vllm_ling.eval.runs.lm_tasks import load_task
+from vllm_ling.eval.runs.questions import read_rows
+from vllm_ling.eval.serving.client import CHAT
+from vllm_ling.eval.serving.served import Served
 from vllm_ling.roofline.bytes import ByteModel, HeadFormat
 from vllm_ling.roofline.machines import matching_gpu
 from vllm_ling.roofline.predict import predict

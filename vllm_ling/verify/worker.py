@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.servers import stop_group
+from vllm_ling.eval.serving.servers import stop_group
 from vllm_ling.verify.finding import Finding
 from vllm_ling.verify.logits import last_line
 from vllm_ling.verify.settings import Verification

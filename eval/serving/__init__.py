@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers: started, described, asked, counted, and a mock of one."""
