@@ -2,6 +2,7 @@
 """Where a published number comes from: versions, commit, machine, command. No host names, no foreign paths."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -53,6 +54,19 @@ def public(text: str) -> str:
         return path.name
 
     return re.sub(r"(?<![\w:/.])/[^\s'\",:;=)\]}]+", cut, text)
+
+
+def public_data(content: Any) -> Any:
+    """The same data as strict JSON, every absolute path in its strings cut to a name, and NaN and infinity as text."""
+    if isinstance(content, str):
+        return public(content)
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    if isinstance(content, dict):
+        return {public(name): public_data(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [public_data(value) for value in content]
+    return content
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

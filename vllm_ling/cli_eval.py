@@ -65,7 +65,7 @@ def eval_gsm8k(
     restart: Restart = False,
 ) -> None:
     """GSM8K through lm-eval: its scores, and speed and acceptance of the same answers. Resumes by itself."""
-    from vllm_ling.eval.runs.commands import gsm8k
+    from vllm_ling.eval.runs.commands import Run, gsm8k
     from vllm_ling.eval.runs.gsm8k import Gsm8k
 
     if temperature == 0 and (top_p is not None or top_k is not None):
@@ -85,7 +85,7 @@ def eval_gsm8k(
         retries=retries,
         timeout_s=timeout,
     )
-    raise typer.Exit(gsm8k(what, url, ctx.args, model, out, label, restart))
+    raise typer.Exit(gsm8k(what, Run(url, ctx.args, model, out, label, restart)))
 
 
 @evaluation.command("synthetic", context_settings=_WITH_SERVER)
@@ -106,7 +106,7 @@ def eval_synthetic(
     restart: Restart = False,
 ) -> None:
     """Fixed prompt and output lengths, from real text or (labelled as such) random tokens."""
-    from vllm_ling.eval.runs.commands import choose_text, synthetic
+    from vllm_ling.eval.runs.commands import Run, choose_text, synthetic
     from vllm_ling.eval.runs.synthetic import Synthetic
 
     what = Synthetic(
@@ -118,7 +118,7 @@ def eval_synthetic(
         concurrency=concurrency,
         timeout_s=timeout,
     )
-    raise typer.Exit(synthetic(what, url, ctx.args, model, out, label, restart))
+    raise typer.Exit(synthetic(what, Run(url, ctx.args, model, out, label, restart)))
 
 
 @evaluation.command("ablate", context_settings=_WITH_SERVER)

@@ -4,12 +4,11 @@
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -26,6 +25,7 @@ from vllm_ling.errors import LingError
 from vllm_ling.eval.demo.stages import DRAFT_TOKENS, STAGES, Stage, StageRun, broken_bars, what_caught
 from vllm_ling.eval.demo.table import DemoReport, StageResult, stage_table
 from vllm_ling.eval.files import write_json
+from vllm_ling.eval.interrupt import interruptible
 from vllm_ling.eval.provenance import provenance
 from vllm_ling.eval.serving.client import Answer, ask_all
 from vllm_ling.eval.serving.metrics import read_counters
@@ -48,7 +48,7 @@ SERVER_ENV = {
 
 
 def run(*, items: int, out: Path, stages: Sequence[str] = (), server: Sequence[str] = SERVE) -> int:
-    """Runs the stages, prints a table, writes `out`; returns 0, 1 if a bar is broken, or 130 after Ctrl-C.
+    """Runs the stages, prints a table, writes `out`; returns 0, 1 if a bar is broken, or 128 + signal if stopped.
 
     Args:
         items: held-out problems per stage; the first eight (or a quarter) go one at a time and are timed.
@@ -69,23 +69,21 @@ def run(*, items: int, out: Path, stages: Sequence[str] = (), server: Sequence[s
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    previous = signal.signal(signal.SIGTERM, _exit)
-    try:
+
+    def work() -> int:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             runs = [
                 _Stage(stage, f"[{number}/{len(chosen)}] {stage.name}", progress).run(questions, out, server)
                 for number, stage in enumerate(chosen, 1)
             ]
-    except KeyboardInterrupt:
-        console.print("stopped; no server is left")
-        return 130
+        _write(out, runs)
+        return _judge(console, runs, out)
+
+    try:
+        return interruptible(work, "no server is left")
     except ServerError as error:
         console.print(error.tail, markup=False)
         raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    _write(out, runs)
-    return _judge(console, runs, out)
 
 
 def summarize(
@@ -237,7 +235,3 @@ def _judge(console: Console, runs: Sequence[StageRun], out: Path) -> int:
     for bar in broken:
         console.print(f"FAILED {bar}", style="bold red", markup=False, soft_wrap=True)
     return int(bool(broken))
-
-
-def _exit(number: int, _: Any) -> NoReturn:
-    raise SystemExit(128 + number)

@@ -2,20 +2,21 @@
 """The commands `vllm-ling eval gsm8k|synthetic|ablate` from their options to exit code and printed figures."""
 
 import os
-import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rich.console import Console
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.ablation.run import Ablation, run
+from vllm_ling.eval.ablation.run import Ablation
+from vllm_ling.eval.ablation.run import run as run_ablation
 from vllm_ling.eval.ablation.stages import plan
 from vllm_ling.eval.ablation.table import as_data, markdown, rows
 from vllm_ling.eval.files import write_json, write_text
-from vllm_ling.eval.provenance import provenance
+from vllm_ling.eval.interrupt import interruptible
+from vllm_ling.eval.provenance import provenance, public_data
 from vllm_ling.eval.report.result_file import ResultFile
 from vllm_ling.eval.runs import gsm8k as questions
 from vllm_ling.eval.runs import synthetic as loads
@@ -25,43 +26,44 @@ from vllm_ling.eval.runs.synthetic import Synthetic
 from vllm_ling.eval.serving.served import Served
 from vllm_ling.eval.serving.target import target
 
-_INTERRUPTED = 130
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run asks and writes.
+
+    Attributes:
+        url, serve, model: see `serving.target.target`.
+        out: the result file.
+        label: name of the run in reports.
+        restart: throw away what an interrupted run left.
+    """
+
+    url: str | None
+    serve: Sequence[str]
+    model: str | None
+    out: Path
+    label: str | None
+    restart: bool
 
 
-def gsm8k(
-    what: Gsm8k,
-    url: str | None,
-    serve: Sequence[str],
-    model: str | None,
-    out: Path,
-    label: str | None,
-    restart: bool,
-) -> int:
-    """Returns 0, 1 if a request failed for good (its item has no answer), or 130 after Ctrl-C."""
+def gsm8k(what: Gsm8k, run: Run) -> int:
+    """Returns 0, 1 if a request failed for good (its item has no answer), or 128 + signal if stopped."""
 
     def work(served: Served) -> ResultFile:
-        return questions.evaluate(what, served, out, label=label, restart=restart)
+        return questions.evaluate(what, served, run.out, label=run.label, restart=run.restart)
 
-    return _one_run(work, url, serve, model, out)
+    return _one_run(work, run)
 
 
-def synthetic(
-    what: Synthetic,
-    url: str | None,
-    serve: Sequence[str],
-    model: str | None,
-    out: Path,
-    label: str | None,
-    restart: bool,
-) -> int:
+def synthetic(what: Synthetic, run: Run) -> int:
     """As `gsm8k`."""
 
     def work(served: Served) -> ResultFile:
-        return loads.measure(what, served, out, label=label, restart=restart)
+        return loads.measure(what, served, run.out, label=run.label, restart=run.restart)
 
     if what.text is None:
         print("random tokens: these figures say nothing about the gain of speculation on real text")
-    return _one_run(work, url, serve, model, out)
+    return _one_run(work, run)
 
 
 def ablate(
@@ -75,7 +77,7 @@ def ablate(
     out: Path,
     restart: bool,
 ) -> int:
-    """Writes `ablation.json` and `ablation.md` into `out` and prints the table; returns 0, or 130 after Ctrl-C."""
+    """Writes `ablation.json` and `ablation.md` into `out`, prints the table; returns 0, or 128 + signal if stopped."""
     if not serve:
         raise LingError("eval ablate starts its own servers: give MODEL and the common serve flags after --")
     if not 0 < margin < 1:
@@ -87,15 +89,15 @@ def ablate(
     check_out(out / "ablation.json")
 
     def work() -> int:
-        found = rows(run(what, out, restart=restart, console=console), margin)
+        found = rows(run_ablation(what, out, restart=restart, console=console), margin)
         text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}", margin)
-        content = {"schema_version": 1, "provenance": {**provenance(), **what.signature()}}
+        content = {"schema_version": 1, "provenance": {**provenance(), **public_data(what.signature())}}
         write_json(out / "ablation.json", {**content, "stages": as_data(found)})
         write_text(out / "ablation.md", text)
         console.print(text, markup=False, soft_wrap=True)
         return 0
 
-    return _interruptible(work, f"{out}: finished parts are kept; the same command goes on from there")
+    return interruptible(work, f"{out}: finished parts are kept; the same command goes on from there")
 
 
 def choose_text(text: Path | None, random_tokens: bool) -> Path | None:
@@ -126,37 +128,18 @@ def check_out(out: Path) -> None:
         raise LingError(f"--out {out}: nothing can be written to {out.parent}; choose another place")
 
 
-def _one_run(
-    work: Callable[[Served], ResultFile], url: str | None, serve: Sequence[str], model: str | None, out: Path
-) -> int:
+def _one_run(work: Callable[[Served], ResultFile], run: Run) -> int:
+    out = run.out
     check_out(out)
 
     def inside() -> int:
-        with target(url, serve, model=model, log=beside(out, ".log")) as served:
+        with target(run.url, run.serve, model=run.model, log=beside(out, ".log")) as served:
             result = work(served)
         print(summary_text(result))
         print(f"written: {out}")
         return int(bool(result.summary.transport_errors))
 
-    return _interruptible(
-        inside, f"finished items are kept beside {out}; the same command goes on from there"
-    )
-
-
-def _interruptible(work: Callable[[], int], kept: str) -> int:
-    """Runs `work`; Ctrl-C and SIGTERM end it in order, servers included."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return work()
-    except KeyboardInterrupt:
-        print(f"stopped; {kept}")
-        return _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
+    return interruptible(inside, f"finished items are kept beside {out}; the same command goes on from there")
 
 
 def summary_text(result: ResultFile) -> str:

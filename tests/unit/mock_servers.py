@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 
 @contextmanager
@@ -29,3 +30,16 @@ def steadily(measure: Callable[[], None], tries: int = 5) -> None:
         except AssertionError:
             if number == tries:
                 raise
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Command lines of mock servers that carry `folder`, as a tag of the test that started them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "vllm_ling.eval.serving.mock_server" in words and str(folder) in words:
+            found.append(" ".join(words))
+    return found

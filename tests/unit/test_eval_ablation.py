@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.unit.mock_servers import servers_of
 from vllm_ling.errors import LingError
 from vllm_ling.eval.ablation.run import Ablation, StageFiles, run
 from vllm_ling.eval.ablation.stages import AblationStage, not_what_it_says, plan
@@ -267,19 +268,6 @@ from vllm_ling.eval.ablation.run import run
 what = ablation(["baseline", "mtp"], {"baseline": "--step-ms 3", "mtp": "--step-ms 3"}, tag=sys.argv[1])
 run(what, Path(sys.argv[1]), restart=False, console=Console(quiet=True))
 """
-
-
-def servers_of(folder: Path) -> list[str]:
-    """Command lines of mock servers that were started for an ablation in `folder`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "vllm_ling.eval.serving.mock_server" in words and str(folder) in words:
-            found.append(" ".join(words))
-    return found
 
 
 def test_killed_twice_and_gone_on_with_the_same_result(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.unit.mock_servers import servers_of
 from tests.verify.checkpoints import changed
 from vllm_ling.errors import LingError
 from vllm_ling.eval.provenance import ROOT
@@ -188,7 +189,7 @@ def test_one_server_serves_both_parts_and_is_gone_afterwards(parts: Parts, tmp_p
     real = runner.speed.run
 
     def watched(*args: Any) -> Finding:
-        alive.append(len(servers(tmp_path)))
+        alive.append(len(servers_of(tmp_path)))
         return real(*args)
 
     runner.speed.run = watched
@@ -196,7 +197,7 @@ def test_one_server_serves_both_parts_and_is_gone_afterwards(parts: Parts, tmp_p
         run(what, ["gsm8k", "speed"], tmp_path / "v.json", restart=False, console=QUIET)
     finally:
         runner.speed.run = real
-    assert alive == [1] and servers(tmp_path) == []
+    assert alive == [1] and servers_of(tmp_path) == []
 
 
 INTERRUPTED = """
@@ -211,24 +212,11 @@ sys.exit(command.verify("tiny-ling", what.serve, "gsm8k,speed", Path(sys.argv[1]
 """
 
 
-def servers(folder: Path) -> list[str]:
-    """Mock servers that were started for a verification in `folder`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "vllm_ling.eval.serving.mock_server" in words and str(folder) in words:
-            found.append(" ".join(words))
-    return found
-
-
 def gone(folder: Path) -> bool:
     deadline = time.monotonic() + 10
-    while servers(folder) and time.monotonic() < deadline:
+    while servers_of(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return servers(folder) == []
+    return servers_of(folder) == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -239,7 +227,7 @@ def test_interrupted_in_the_middle_and_gone_on(tmp_path: Path, how: signal.Signa
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     journal, deadline = tmp_path / "v" / "gsm8k.json.partial", time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        if journal.exists() and len(journal.read_bytes().splitlines()) >= 3 and servers(tmp_path):
+        if journal.exists() and len(journal.read_bytes().splitlines()) >= 3 and servers_of(tmp_path):
             break
         time.sleep(0.01)
     process.send_signal(how)

@@ -2,20 +2,19 @@
 """`vllm-ling verify` from its options to the exit code."""
 
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
 from vllm_ling.checkpoint.locate import TINY_LING
 from vllm_ling.errors import LingError
+from vllm_ling.eval.interrupt import interruptible
 from vllm_ling.eval.runs.lm_tasks import TaskName
 from vllm_ling.verify.run import run
 from vllm_ling.verify.settings import PARTS, Verification, detect_device
 
-_INTERRUPTED = 130
 _TINY_ANSWER = 160  # tiny-ling's answers are short, and its context is
 
 
@@ -33,7 +32,7 @@ def verify(
     max_tokens: int | None = None,
     **more: Any,
 ) -> int:
-    """Returns 0 ok, 1 warn, 2 fail, 3 unknown, or 130 after Ctrl-C; finished parts are kept then.
+    """Returns 0 ok, 1 warn, 2 fail, 3 unknown, or 128 + signal if stopped; finished parts are kept then.
 
     Raises:
         LingError: unusable options, or a model that is not on this machine.
@@ -56,14 +55,11 @@ def verify(
     if serve and not serve[0].startswith("-"):
         raise LingError(f"verify: {serve[0]!r} is no option; serve flags follow after --")
     what.shape  # noqa: B018  (refuses a model that is no Ling before anything runs)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return run(what, chosen(parts), out, restart=restart, console=Console(highlight=False))
-    except KeyboardInterrupt:
-        print("stopped; finished parts are kept, the same command goes on from there")
-        return _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    console = Console(highlight=False)
+    return interruptible(
+        lambda: run(what, chosen(parts), out, restart=restart, console=console),
+        "finished parts are kept, the same command goes on from there",
+    )
 
 
 def chosen(parts: str) -> list[str]:
@@ -76,7 +72,3 @@ def chosen(parts: str) -> list[str]:
     if unknown := [name for name in names if name not in PARTS]:
         raise LingError(f"--parts: unknown part {unknown[0]} (known: {', '.join(PARTS)})")
     return names or list(PARTS)
-
-
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt

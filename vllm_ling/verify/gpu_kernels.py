@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.doctor.finding import Outcome
-from vllm_ling.quant.decode_moe import MoEDecoder, MoEShape, MoEWeights, unsupported
+from vllm_ling.quant.decode_moe import MoEDecoder, MoEWeights, unsupported
 from vllm_ling.quant.expert_formats import e8m0_bytes
 from vllm_ling.quant.fp8_gemv import Fp8Gemv, GemvShape
 from vllm_ling.quant.jit import default_cache, gpu_of
 from vllm_ling.quant.layout import to_fragment_scales, to_fragments
+from vllm_ling.quant.tune import moe_shape
 from vllm_ling.reference.load import StoredTensors
 from vllm_ling.verify.head_layer import head_method, head_source
 from vllm_ling.verify.real_layers import RealLayer
@@ -39,7 +40,7 @@ def moe_errors(
         errors |= _projection_errors(layer, name, device)
     if shape.fmt != "fp4":
         return errors, [f"{shape.fmt} experts run on vLLM's backend, which only `logits` compares"]
-    kernel_shape = _kernel_shape(layer)
+    kernel_shape = moe_shape(shape)
     shared_type = layer.stored.read(f"{layer.prefix}.mlp.shared_experts.gate_proj.weight").dtype
     reason = unsupported(kernel_shape)
     if shared_type != torch.float8_e4m3fn:
@@ -148,19 +149,6 @@ def worst(figures: dict[str, Any]) -> str:
 
 def _bound(name: str) -> float:
     return _W8A8 if name.startswith("vLLM") else 0.0 if "argmax" in name else _KERNEL
-
-
-def _kernel_shape(layer: RealLayer) -> MoEShape:
-    config = layer.config
-    return MoEShape(
-        hidden=config.hidden_size,
-        intermediate=config.moe_intermediate_size,
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        groups=config.n_group,
-        top_groups=config.topk_group,
-        shared_intermediate=config.shared_intermediate_size,
-    )
 
 
 def _projection_errors(layer: RealLayer, name: str, device: torch.device) -> dict[str, float]:

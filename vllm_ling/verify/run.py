@@ -2,7 +2,6 @@
 """Runs the parts one after another, keeps what is finished, writes the JSON and the page."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from vllm_ling.errors import LingError
 from vllm_ling.eval.files import write_json, write_text
-from vllm_ling.eval.provenance import provenance, public
+from vllm_ling.eval.provenance import provenance, public_data
 from vllm_ling.eval.serving.served import Served
 from vllm_ling.eval.serving.servers import ServerError
 from vllm_ling.eval.serving.target import target
@@ -179,19 +178,6 @@ class _Server(AbstractContextManager["_Server"]):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def public_data(content: Any) -> Any:
-    """The same data as strict JSON, every absolute path in its strings cut to a name, and NaN and infinity as text."""
-    if isinstance(content, str):
-        return public(content)
-    if isinstance(content, float) and not math.isfinite(content):
-        return str(content)
-    if isinstance(content, dict):
-        return {public(name): public_data(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [public_data(value) for value in content]
-    return content
 
 
 def _finished(what: Verification, part: str, folder: Path) -> PartFile | None:
