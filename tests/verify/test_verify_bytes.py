@@ -27,6 +27,7 @@ from vllm_ling.checkpoint.synthetic import make_checkpoint
 from vllm_ling.quant.decode_moe import MoEShape, MoEWeights
 from vllm_ling.quant.layout import from_fragments
 from vllm_ling.quant.moe_reference import moe_reference
+from vllm_ling.quant.tune import moe_shape
 from vllm_ling.reference.load import StoredTensors
 from vllm_ling.verify import gpu_kernels, head, kernels
 from vllm_ling.verify.real_layers import RealLayer
@@ -265,7 +266,7 @@ def test_kernel_weights_are_the_checkpoints(wide: Path) -> None:
     what = Verification(str(wide))
     layer = RealLayer(StoredTensors(what.folder), kernels._config(what), 5)
     weights = gpu_kernels.kernel_weights(layer, torch.device("cpu"))
-    like = random_moe_layer(gpu_kernels._kernel_shape(layer), torch.device("cpu"))
+    like = random_moe_layer(moe_shape(what.shape), torch.device("cpu"))
     for name in ("w13", "s13", "w2", "s2", "shared_w13", "shared_s13", "shared_w2", "shared_s2", "gate"):
         one, other = getattr(weights, name), getattr(like, name)
         assert (one.shape, one.dtype) == (other.shape, other.dtype), name
