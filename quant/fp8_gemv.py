@@ -2,8 +2,10 @@
 """Skinny FP8 matrix products y = x W^T on one GPU: plan, buffers and launch of kernels/fp8_gemv.cu."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -12,16 +14,25 @@ from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 4, 8, 16)
 _BLOCK_BYTES = 2048
+Prologue = Literal["none", "norm", "swiglu", "gated"]  # in the order of fp8_gemv.cu's PROLOGUE
 
 
 @dataclass(frozen=True)
 class GemvShape:
-    """W is E4M3 [rows, k] with one scale per row (`row_scales`) or per 128x128 block; `argmax` replaces the output."""
+    """W is E4M3 [rows, k] with one scale per row (`row_scales`) or per 128x128 block; `argmax` replaces the output.
+
+    Attributes:
+        prologue: what W is multiplied with: x as it is, its RMSNorm, silu(x[:, :k]) * x[:, k:] of an x twice as
+            wide, or x times a factor for each 128 columns.
+        parts: rows of each tensor that W is made of, if they are several (at most three, block scales).
+    """
 
     rows: int
     k: int
     row_scales: bool
     argmax: bool = False
+    prologue: Prologue = "none"
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,10 @@ def unsupported(shape: GemvShape) -> str | None:
         return f"k = {shape.k} is not a multiple of 128"
     if not shape.row_scales and shape.rows % 16:
         return f"{shape.rows} rows with block scales are not a multiple of 16"
+    if shape.parts and (
+        sum(shape.parts) != shape.rows or len(shape.parts) > 3 or any(p % 16 for p in shape.parts)
+    ):
+        return f"{shape.parts} are not up to three multiples of 16 with the sum {shape.rows}"
     return None
 
 
@@ -70,6 +85,7 @@ def plan(shape: GemvShape, tokens: int, gpu: Gpu) -> GemvPlan | None:
 def _with(shape: GemvShape, tokens: int, gpu: Gpu, warps: int, ksplit: int) -> GemvPlan | None:
     columns = -(-tokens // 8) * 8
     fixed = 2 * tokens * (shape.k + 8) + 64
+    fixed += 4 * tokens * (shape.k // 128) if shape.prologue == "norm" else 0
     fixed += (4 * warps * columns * 17 if ksplit > 1 else 0) + (8 * warps * columns if shape.argmax else 0)
     # Two or three stages, so that two CTAs fit: the next launch then fills its rings while this one drains.
     ring = warps * _BLOCK_BYTES
@@ -81,10 +97,14 @@ def _with(shape: GemvShape, tokens: int, gpu: Gpu, warps: int, ksplit: int) -> G
 
 def defines(shape: GemvShape, p: GemvPlan, pdl: bool) -> dict[str, int | str]:
     """Compile-time constants of fp8_gemv.cu."""
+    starts = [sum(shape.parts[: i + 1]) // 16 if i + 1 < len(shape.parts) else 1 << 30 for i in range(2)]
     return {
         "K": shape.k,
         "ROW_SCALES": int(shape.row_scales),
         "ARGMAX": int(shape.argmax),
+        "PROLOGUE": get_args(Prologue).index(shape.prologue),
+        "SECOND": starts[0],
+        "THIRD": starts[1],
         "USE_PDL": int(pdl),
         "TOKENS": p.tokens,
         "WARPS": p.warps,
@@ -119,23 +139,49 @@ class Fp8Gemv:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | Sequence[torch.Tensor],
+        scales: torch.Tensor | Sequence[torch.Tensor],
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm: tuple[torch.Tensor, float] | None = None,
+        normed: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiplies into `out`.
 
         Args:
-            x: contiguous BF16 [tokens, k], tokens at most `max_tokens`.
-            weight: E4M3 [rows, k].
-            scales: float32 [rows], or [ceil(rows / 128), k / 128].
+            x: contiguous BF16 [tokens, k] (with the SwiGLU prologue [tokens, 2 k]), tokens at most `max_tokens`.
+            weight: E4M3 [rows, k], or its `parts`.
+            scales: float32 [rows], or [ceil(rows / 128), k / 128]; of each part.
             out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties.
+            residual: BF16 [tokens, rows] added before rounding; may be `out`.
+            norm: BF16 [k] weight and epsilon of the norm prologue.
+            normed: BF16 [tokens, k] that receives the normalized x, or None.
+            factors: float32 [tokens, k / 128] of the gated prologue.
         """
         p, kernel = self._kernels.pick(x.shape[0])
         y, ids = (0, out.data_ptr()) if self.shape.argmax else (out.data_ptr(), 0)
-        pointers = (x.data_ptr(), weight.data_ptr(), scales.data_ptr(), y, self._best.data_ptr())
-        values = (*pointers, self._counter.data_ptr(), ids, x.shape[0], self.shape.rows)
+        norm_weight, eps = norm or (None, 0.0)
+        tensors = (x, *_three(weight), *_three(scales), norm_weight, factors, normed, residual)
+        pointers = (*(0 if t is None else t.data_ptr() for t in tensors), y, self._best.data_ptr())
+        values: tuple[int | float, ...] = (
+            *pointers,
+            self._counter.data_ptr(),
+            ids,
+            x.shape[0],
+            self.shape.rows,
+            float(eps),
+        )
         stream = torch.cuda.current_stream(x.device).cuda_stream
         kernel.launch((p.ctas, 1), 32 * p.warps, values, _TYPES, stream, self._pdl)
         return out
 
 
-_TYPES = (ctypes.c_void_p,) * 7 + (ctypes.c_int,) * 2
+def _three(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [*given, *[None] * (3 - len(given))]
+
+
+_TYPES = (ctypes.c_void_p,) * 15 + (ctypes.c_int,) * 2 + (ctypes.c_float,)

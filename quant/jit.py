@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -124,20 +124,43 @@ class Kernel:
         types: tuple[Any, ...],
         stream: int,
         pdl: bool,
+        cluster: int = 1,
     ) -> None:
-        """Launches on `stream` (a CUstream handle); `pdl` lets it start before its producer has finished."""
+        """Launches on `stream` (a CUstream handle); `pdl` lets it start before its producer has finished.
+
+        `cluster` CTAs along x form a cluster.
+        """
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = stream
+        attributes = []
         if pdl:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[
+                -1
+            ].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if cluster > 1:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         _ok(driver, driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+
+
+def prefetch_values(tensors: Sequence[Any], slots: int) -> tuple[int, ...]:
+    """Addresses, then sizes in bytes, of tensors that a kernel asks for ahead (`prefetch_l2`); zeros for unused slots.
+
+    Sizes are rounded down to the 16 bytes that the instruction takes.
+    """
+    sizes = [t.numel() * t.element_size() // 16 * 16 for t in tensors]
+    unused = (0,) * (slots - len(tensors))
+    return (*(t.data_ptr() for t in tensors), *unused, *sizes, *unused)
 
 
 def _ok(module: Any, result: tuple[Any, ...]) -> Any:

@@ -4,8 +4,11 @@
 //
 // A warp owns 16 rows, or with KSPLIT > 1 every KSPLIT-th 128-k block of them, and streams blocks of 2 KB through a ring in shared
 // memory that runs on across row tiles. The host picks WARPS so that tiles / (CTAs x warps) is just under a whole number.
-// Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
-#include "common.cuh"
+// W may lie in up to three tensors, one below the other, each a multiple of 16 rows: SECOND and THIRD are the tiles where the
+// later ones begin. What is multiplied is x, its RMSNorm (PROLOGUE 1), the SwiGLU of rows of 2 K values (PROLOGUE 2) or x times a
+// factor for each 128 values (PROLOGUE 3).
+// Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, PROLOGUE, SECOND, THIRD, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
+#include "norm.cuh"
 
 #define COLUMNS ((TOKENS + 7) / 8 * 8)
 #define GROUPS_OF_8 (COLUMNS / 8)
@@ -23,8 +26,11 @@ struct Shared {
   float2 found[WARPS][COLUMNS];
   bool last;
 #endif
+#if PROLOGUE == 1
+  float parts[TOKENS * BLOCKS];
+#endif
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "gemv.py: shared memory size");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "fp8_gemv.py: shared memory size");
 
 // (value, row): the larger value, of equal ones the lower row.
 __device__ __forceinline__ void keep_better(float2 &best, const float2 &other) {
@@ -33,10 +39,14 @@ __device__ __forceinline__ void keep_better(float2 &best, const float2 &other) {
 
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
 // y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties; `best` holds
-// CTAs x COLUMNS pairs, `counter` starts at zero.
+// CTAs x COLUMNS pairs, `counter` starts at zero. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
+// receives the normalized x. `factors`: FP32 [tokens][K / 128].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    fp8_gemv(const bf16_t *__restrict__ x, const uint8_t *__restrict__ w, const float *__restrict__ scales,
-             bf16_t *__restrict__ y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows) {
+    fp8_gemv(const bf16_t *__restrict__ x, const uint8_t *__restrict__ w, const uint8_t *__restrict__ w_second,
+             const uint8_t *__restrict__ w_third, const float *__restrict__ scales, const float *__restrict__ scales_second,
+             const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight, const float *__restrict__ factors,
+             bf16_t *normed, const bf16_t *residual,
+             bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -49,10 +59,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     int tile = first + index / STEPS * stride, block = part + index % STEPS * KSPLIT;
     if (tile < tiles && block < BLOCKS) {
       uint4 *slot = s.ring[warp][index % STAGES];
+      const uint8_t *from = tile < SECOND ? w + (size_t)tile * (16 * K)
+                            : tile < THIRD ? w_second + (size_t)(tile - SECOND) * (16 * K)
+                                           : w_third + (size_t)(tile - THIRD) * (16 * K);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         int row = i * 4 + lane / 8, chunk = lane % 8;
-        copy_async(slot + row * 8 + (chunk ^ ((row & 1) << 2)), w + (size_t)min(tile * 16 + row, rows - 1) * K + block * 128 + chunk * 16);
+        copy_async(slot + row * 8 + (chunk ^ ((row & 1) << 2)), from + (size_t)min(row, rows - 1 - tile * 16) * K + block * 128 + chunk * 16);
       }
     }
     commit_copies();
@@ -60,13 +73,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   // Weights do not depend on the producer: ask for them before waiting for x.
   int next = 0;
   for (; next < STAGES; next++) fetch(next);
+#if PROLOGUE == 2
   wait_for_producer();
-  // Values are stored as 0, 2, 1, 3 within each four, so that byte pairs of W and value pairs of x agree.
   for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
     int token = i / (K / 4), k = i % (K / 4) * 4;
-    uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
-    *(uint2 *)(s.x + token * X_STRIDE + k) = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
+    const bf16_t *at = x + (size_t)token * 2 * K + k;
+    uint2 g = *(const uint2 *)at, u = *(const uint2 *)(at + K);
+    auto act = [](float gate, float up) { return gate * sigmoid(gate) * up; };
+    uint2 v = make_uint2(pack_bf16(act(low_of(g.x), low_of(u.x)), act(high_of(g.x), high_of(u.x))),
+                         pack_bf16(act(low_of(g.y), low_of(u.y)), act(high_of(g.y), high_of(u.y))));
+    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(v);
   }
+#elif PROLOGUE == 3
+  wait_for_producer();
+  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
+    int token = i / (K / 4), k = i % (K / 4) * 4;
+    float f = factors[token * BLOCKS + k / 128];
+    uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
+    v = make_uint2(pack_bf16(f * low_of(v.x), f * high_of(v.x)), pack_bf16(f * low_of(v.y), f * high_of(v.y)));
+    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(v);
+  }
+#elif PROLOGUE == 1
+  typedef Rows<TOKENS, K, WARPS * 32> XRows;
+  XRows row, norm;
+  norm.load_weight(norm_weight);
+  wait_for_producer();
+  row.load(x, tokens);
+  row.normalize(norm, s.parts, eps);
+#pragma unroll
+  for (int r = 0; r < XRows::ROUNDS; r++) {
+    int i = XRows::quad(r);
+    if (i >= tokens * XRows::QUADS) break;
+    *(uint2 *)(s.x + i / XRows::QUADS * X_STRIDE + i % XRows::QUADS * 4) = in_fp8_order(row.v[r]);
+    if (normed && blockIdx.x == 0) *((uint2 *)normed + i) = row.v[r];
+  }
+#else
+  wait_for_producer();
+  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
+    int token = i / (K / 4), k = i % (K / 4) * 4;
+    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(*(const uint2 *)(x + (size_t)token * K + k));
+  }
+#endif
   __syncthreads();
 
 #if ARGMAX
@@ -108,7 +155,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
           }
         }
 #if !ROW_SCALES
-        float scale = __ldg(scales + tile * 16 / 128 * BLOCKS + block);
+        const float *scale_row = tile < SECOND ? scales + tile / 8 * BLOCKS
+                                 : tile < THIRD ? scales_second + (tile - SECOND) / 8 * BLOCKS
+                                                : scales_third + (tile - THIRD) / 8 * BLOCKS;
+        float scale = __ldg(scale_row + block);
 #pragma unroll
         for (int i = 0; i < GROUPS_OF_8 * 4; i++) acc[i / 4][i % 4] += scale * sum[i / 4][i % 4];
 #endif
@@ -141,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       value = to_float(to_bf16(value));
       if (value > top[c][i & 1] || (value == top[c][i & 1] && row < where[c][i & 1])) top[c][i & 1] = value, where[c][i & 1] = row;
 #else
+      if (residual) value += to_float(residual[(size_t)token * rows + row]);
       y[(size_t)token * rows + row] = to_bf16(value);
 #endif
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One MoE block for 1 to 8 tokens in one launch: router, routed MXFP4 experts, block-FP8 shared expert, weighted sum.
+// One MoE block for 1 to 8 tokens in one launch: if asked for the RMSNorm before it, router, routed MXFP4 experts, block-FP8
+// shared expert, weighted sum.
 //
 // One CTA per SM works through all phases; between them lie two grid barriers, and each weight byte is read once:
 //   logits of the CTA's gate rows | barrier (meanwhile: gate_up of the shared expert) | top-k, by every CTA for itself |
@@ -97,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const uint8_t *__restrict__ s13, const uint8_t *__restrict__ w2, const uint8_t *__restrict__ s2,
               const uint8_t *__restrict__ shared_w13, const float *__restrict__ shared_s13, const uint8_t *__restrict__ shared_w2,
               const float *__restrict__ shared_s2, Scratch *scratch, bf16_t *out, float *__restrict__ topk_weights,
-              int *__restrict__ topk_ids, int tokens, float scaling, float limit, float shared_limit) {
+              int *__restrict__ topk_ids, const bf16_t *__restrict__ norm_weight, const void *next0, const void *next1, int next0_bytes,
+              int next1_bytes, int tokens, float scaling, float limit, float shared_limit, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -111,11 +113,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = threadIdx.x; i < EXPERTS / 4; i += THREADS) copy_async((uint4 *)s.bias + i, (const uint4 *)bias + i);
   commit_copies();
   if (threadIdx.x < TOKENS) s.x_max[threadIdx.x] = 0;
+  XRows norm;
+  if (norm_weight) norm.load_weight(norm_weight);
   __syncthreads();
   wait_for_producer();
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch->barrier[2][0] = 0;  // the launch before is over
-  stage_x8(s, x, tokens);
+  stage_x8(s, x, norm_weight, norm, eps, tokens);
   __syncthreads();
+  // While the router is decided memory would be idle: let it fetch what the next launches read.
+  if (warp == WARPS - 1) prefetch_l2(next0, next0_bytes, blockIdx.x, GRID), prefetch_l2(next1, next1_bytes, blockIdx.x, GRID);
   router_logits(s, scratch, gate, gate_part, tokens);
   arrive_at(scratch->barrier[0]);
   shared_items<HIDDEN, SHARED_UP_TILES, SHARED_UP_QUOTA>(s.sums, item, shared_w13, shared_s13, s.x8, X8_STRIDE, tokens);

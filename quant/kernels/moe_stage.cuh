@@ -3,6 +3,7 @@
 #pragma once
 #include "moe_shape.cuh"
 #include "moe_shared.cuh"
+#include "norm.cuh"
 #include "moe_work.cuh"
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
@@ -13,30 +14,21 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   }
   return s * up;
 }
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  return (uint32_t)to_bf16(low).bits | (uint32_t)to_bf16(high).bits << 16;
-}
 __device__ __forceinline__ void add(float4 &sum, const float4 &v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
 
-__device__ __forceinline__ float low_of(uint32_t bf16x2) { return __uint_as_float(bf16x2 << 16); }
-__device__ __forceinline__ float high_of(uint32_t bf16x2) { return __uint_as_float(bf16x2 & 0xFFFF0000u); }
-
-// x as FP8 needs it (0, 2, 1, 3 within each four), and its largest magnitude. s.x_max starts at zero.
-__device__ __forceinline__ void stage_x8(Shared &s, const bf16_t *x, int tokens) {
-  constexpr int ROUNDS = ceil_div(TOKENS * (HIDDEN / 4), THREADS);
-  uint2 v[ROUNDS];
+// x (or its RMSNorm) as FP8 needs it, and its largest magnitude. s.x_max starts at zero.
+typedef Rows<TOKENS, HIDDEN, THREADS> XRows;
+__device__ __forceinline__ void stage_x8(Shared &s, const bf16_t *x, bool normalize, const XRows &norm, float eps, int tokens) {
+  XRows rows;
+  rows.load(x, tokens);
+  if (normalize) rows.normalize(norm, s.sums, eps);
 #pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    int i = threadIdx.x + r * THREADS;
-    v[r] = i < tokens * (HIDDEN / 4) ? *((const uint2 *)x + i) : make_uint2(0u, 0u);
-  }
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    int i = threadIdx.x + r * THREADS, token = i / (HIDDEN / 4);
-    if (i >= tokens * (HIDDEN / 4)) break;  // whole warps, as a row is
-    *(uint2 *)(s.x8 + token * X8_STRIDE + i % (HIDDEN / 4) * 4) =
-        make_uint2(__byte_perm(v[r].x, v[r].y, 0x5410), __byte_perm(v[r].x, v[r].y, 0x7632));
-    uint32_t most = max(max(v[r].x & 0x7FFFu, v[r].x >> 16 & 0x7FFFu), max(v[r].y & 0x7FFFu, v[r].y >> 16 & 0x7FFFu));
+  for (int r = 0; r < XRows::ROUNDS; r++) {
+    int i = XRows::quad(r), token = i / XRows::QUADS;
+    if (i >= tokens * XRows::QUADS) break;  // whole warps, as a row is
+    uint2 v = rows.v[r];
+    *(uint2 *)(s.x8 + token * X8_STRIDE + i % XRows::QUADS * 4) = in_fp8_order(v);
+    uint32_t most = max(max(v.x & 0x7FFFu, v.x >> 16 & 0x7FFFu), max(v.y & 0x7FFFu, v.y >> 16 & 0x7FFFu));
     most = __reduce_max_sync(~0u, most);
     if ((threadIdx.x & 31) == 0) atomicMax(&s.x_max[token], most);
   }

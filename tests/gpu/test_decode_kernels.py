@@ -14,7 +14,7 @@ from vllm_ling.bench.layers import random_fp8, random_moe_layer
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
 from vllm_ling.quant.decode_moe import MoEDecoder, MoEShape, MoEWeights
 from vllm_ling.quant.fp8_gemv import Fp8Gemv, GemvShape
-from vllm_ling.quant.jit import gpu_of
+from vllm_ling.quant.jit import default_cache, gpu_of
 from vllm_ling.quant.moe_reference import moe_reference, route
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def decoder(
     cache: dict[tuple[str, bool], MoEDecoder], name: str, pdl: bool, device: torch.device
 ) -> MoEDecoder:
     if (name, pdl) not in cache:
-        cache[name, pdl] = MoEDecoder(SHAPES[name], gpu_of(device), device, None, pdl)
+        cache[name, pdl] = MoEDecoder(SHAPES[name], gpu_of(device), device, default_cache(), pdl)
     return cache[name, pdl]
 
 
@@ -191,7 +191,7 @@ def test_gemv(rows: int, k: int, row_scales: bool, tokens: int, device: torch.de
     shape = GemvShape(rows, k, row_scales)
     if rows % 16 and not row_scales:
         with pytest.raises(ValueError, match="multiple of 16"):
-            Fp8Gemv(shape, gpu_of(device), device, None)
+            Fp8Gemv(shape, gpu_of(device), device, default_cache())
         return
     weight, scale = random_fp8(rows, k, device)
     x = torch.randn(tokens, k, device=device, dtype=torch.float32).bfloat16()
@@ -200,14 +200,14 @@ def test_gemv(rows: int, k: int, row_scales: bool, tokens: int, device: torch.de
         exact = (x.float() @ weight.float().T) * scale
     else:
         exact = x.float() @ dequantize_block_fp8(weight, scale).T
-    kernel, outs = Fp8Gemv(shape, gpu_of(device), device, None), []
+    kernel, outs = Fp8Gemv(shape, gpu_of(device), device, default_cache()), []
     for _ in range(3):
         outs.append(torch.full((tokens, rows), torch.nan, device=device, dtype=torch.bfloat16))
         kernel(x, weight, scale, outs[-1])
     assert rms(outs[0], exact) < RMS and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert rms(outs[0], exact * torch.linspace(0.9, 1.1, rows, device=device, dtype=torch.float32)) > RMS
     if row_scales:
-        argmax = Fp8Gemv(GemvShape(rows, k, True, argmax=True), gpu_of(device), device, None)
+        argmax = Fp8Gemv(GemvShape(rows, k, True, argmax=True), gpu_of(device), device, default_cache())
         for _ in range(3):
             ids = torch.full((tokens,), -1, device=device, dtype=torch.int64)
             argmax(x, weight, scale, ids)
@@ -223,7 +223,7 @@ def test_every_code(device: torch.device) -> None:
     x = torch.zeros(1, k, device=device, dtype=torch.bfloat16)
     x[0, 77] = 1
     out = torch.empty(1, rows, device=device, dtype=torch.bfloat16)
-    Fp8Gemv(GemvShape(rows, k, True), gpu_of(device), device, None)(
+    Fp8Gemv(GemvShape(rows, k, True), gpu_of(device), device, default_cache())(
         x, weight, torch.ones(rows, device=device, dtype=torch.float32), out
     )
     assert torch.equal(out[0].float(), weight[:, 77].float())

@@ -124,7 +124,7 @@ def stock_rows(model: Any, say: Callable[[str], None]) -> tuple[dict[tuple[str, 
     from vllm_ling.models.moe_block import LingMoE
 
     blocks = [block for block in model.modules() if isinstance(block, LingMoE)][:LAYERS]
-    kda = [layer.attention for layer in model.model.layers if hasattr(layer.attention, "f_proj")][:LAYERS]
+    kda = [layer.self_attn for layer in model.model.layers if hasattr(layer.self_attn, "f_proj")][:LAYERS]
     device = next(model.parameters()).device
     found: dict[tuple[str, int], float] = {}
 

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// What lies between an MLA layer's first projection and its attention, in one launch: RMSNorm of the latent, rotary embedding of
+// queries and key (neighbouring pairs), the head-wise output gate. CTA 0 of a token does the latent and the key, the others a head
+// per warp. Compile-time: HEADS, HIDDEN, NOPE, ROPE, LATENT (dimensions of a head's query and of the cache), USE_PDL.
+#include "norm.cuh"
+
+#define WARPS 4
+#define QUERY (NOPE + ROPE)
+#define PROJECTED (HEADS * QUERY + LATENT + ROPE)  // queries, latent, key of one token
+static_assert(LATENT % 128 == 0 && NOPE % 64 == 0 && ROPE == 64 && HEADS % WARPS == 0 && HIDDEN % 256 == 0, "mla_prepare.py: shape");
+
+// Lane i turns pair i of the 32 pairs.
+__device__ __forceinline__ uint32_t turned(uint32_t pair, const bf16_t *cos_sin) {
+  int lane = threadIdx.x & 31;
+  float c = to_float(cos_sin[lane]), s = to_float(cos_sin[ROPE / 2 + lane]), a = low_of(pair), b = high_of(pair);
+  return pack_bf16(a * c - b * s, b * c + a * s);
+}
+
+// cos_sin: BF16 [positions][cosines, sines]. gate: FP32 [tokens][HEADS], the sigmoid of gate_weight (BF16 [HEADS][HIDDEN]) times x.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    mla_prepare(const bf16_t *__restrict__ projected, const bf16_t *__restrict__ normed, const long long *__restrict__ positions,
+                const bf16_t *__restrict__ cos_sin, const bf16_t *__restrict__ latent_norm, const bf16_t *__restrict__ gate_weight,
+                bf16_t *__restrict__ query, bf16_t *__restrict__ latent, bf16_t *__restrict__ key, float *__restrict__ gate,
+                const void *next0, const void *next1, const void *next2, int next0_bytes, int next1_bytes, int next2_bytes, float eps) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y;
+  let_consumer_start();
+  if (warp == WARPS - 1) {
+    int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
+    prefetch_l2(next0, next0_bytes, cta, ctas), prefetch_l2(next1, next1_bytes, cta, ctas), prefetch_l2(next2, next2_bytes, cta, ctas);
+  }
+  const bf16_t *turn = cos_sin + (size_t)positions[token] * ROPE, *from = projected + (size_t)token * PROJECTED;
+  if (blockIdx.x == 0) {
+    wait_for_producer();
+    const uint32_t *in = (const uint32_t *)(from + HEADS * QUERY);
+    if (warp == 0) {
+      uint32_t v[LATENT / 64];
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < LATENT / 64; i++) {
+        v[i] = in[i * 32 + lane];
+        sum += low_of(v[i]) * low_of(v[i]) + high_of(v[i]) * high_of(v[i]);
+      }
+      float f = rsqrtf(warp_sum(sum) / LATENT + eps);
+#pragma unroll
+      for (int i = 0; i < LATENT / 64; i++) {
+        uint32_t w = ((const uint32_t *)latent_norm)[i * 32 + lane], n = pack_bf16(f * low_of(v[i]), f * high_of(v[i]));
+        ((uint32_t *)(latent + (size_t)token * LATENT))[i * 32 + lane] = pack_bf16(low_of(n) * low_of(w), high_of(n) * high_of(w));
+      }
+    } else if (warp == 1) {
+      ((uint32_t *)(key + (size_t)token * ROPE))[lane] = turned(in[LATENT / 2 + lane], turn);
+    }
+    return;
+  }
+  int head = (blockIdx.x - 1) * WARPS + warp;
+  uint4 w[HIDDEN / 256];
+#pragma unroll
+  for (int i = 0; i < HIDDEN / 256; i++) w[i] = *((const uint4 *)(gate_weight + (size_t)head * HIDDEN) + i * 32 + lane);
+  wait_for_producer();
+  const uint32_t *in = (const uint32_t *)(from + head * QUERY);
+  uint32_t *out = (uint32_t *)(query + ((size_t)token * HEADS + head) * QUERY);
+#pragma unroll
+  for (int i = 0; i < NOPE / 64; i++) out[i * 32 + lane] = in[i * 32 + lane];
+  out[NOPE / 2 + lane] = turned(in[NOPE / 2 + lane], turn);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < HIDDEN / 256; i++) {
+    uint4 v = *((const uint4 *)(normed + (size_t)token * HIDDEN) + i * 32 + lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      sum += low_of(word_of(v, j)) * low_of(word_of(w[i], j)) + high_of(word_of(v, j)) * high_of(word_of(w[i], j));
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) gate[token * HEADS + head] = sigmoid(sum);
+}
