@@ -82,9 +82,13 @@ __device__ __forceinline__ uint2 load_stream(const uint2 *p) {
   return v;
 }
 
-// Asynchronous copies of 16 bytes into shared memory; each warp waits for its own, oldest first.
+// Asynchronous copies of 16 bytes into shared memory; each warp waits for its own, oldest first. What is copied so is read once
+// per step: it leaves L2 first, so that what was prefetched stays.
 __device__ __forceinline__ void copy_async(void *shared, const void *global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global)
+  unsigned long long once;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+               "l"(global), "l"(once)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -114,7 +118,8 @@ __device__ __forceinline__ void wait_at(const uint32_t *counter) {
   __syncthreads();
 }
 
-// What other CTAs wrote in this launch: from L2, and never moved across a barrier (__ldcg may be).
+// What other CTAs wrote in this launch, or the launch before it while this one had already started: from L2, as L1 may hold what
+// was there before, and never moved across a barrier (__ldcg and loads of const __restrict__ pointers may be).
 __device__ __forceinline__ float4 load_fresh(const float4 *p) {
   float4 v;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
@@ -124,6 +129,21 @@ __device__ __forceinline__ uint4 load_fresh(const uint4 *p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
+}
+__device__ __forceinline__ uint2 load_fresh(const uint2 *p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_fresh(const uint32_t *p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_fresh(const bf16_t *p) {
+  bf16_t v;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v.bits) : "l"(p) : "memory");
+  return to_float(v);
 }
 __device__ __forceinline__ float2 load_fresh(const float2 *p) {
   float2 v;

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
     int token = i / (K / 4), k = i % (K / 4) * 4;
     const bf16_t *at = x + (size_t)token * 2 * K + k;
-    uint2 g = *(const uint2 *)at, u = *(const uint2 *)(at + K);
+    uint2 g = load_fresh((const uint2 *)at), u = load_fresh((const uint2 *)(at + K));
     auto act = [](float gate, float up) { return gate * sigmoid(gate) * up; };
     uint2 v = make_uint2(pack_bf16(act(low_of(g.x), low_of(u.x)), act(high_of(g.x), high_of(u.x))),
                          pack_bf16(act(low_of(g.y), low_of(u.y)), act(high_of(g.y), high_of(u.y))));
@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   wait_for_producer();
   for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
     int token = i / (K / 4), k = i % (K / 4) * 4;
-    float f = factors[token * BLOCKS + k / 128];
-    uint2 v = *(const uint2 *)(x + (size_t)token * K + k);
+    float f = load_fresh(factors + token * BLOCKS + k / 128);
+    uint2 v = load_fresh((const uint2 *)(x + (size_t)token * K + k));
     v = make_uint2(pack_bf16(f * low_of(v.x), f * high_of(v.x)), pack_bf16(f * low_of(v.y), f * high_of(v.y)));
     *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(v);
   }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   wait_for_producer();
   for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
     int token = i / (K / 4), k = i % (K / 4) * 4;
-    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(*(const uint2 *)(x + (size_t)token * K + k));
+    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(load_fresh((const uint2 *)(x + (size_t)token * K + k)));
   }
 #endif
   __syncthreads();
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       value = to_float(to_bf16(value));
       if (value > top[c][i & 1] || (value == top[c][i & 1] && row < where[c][i & 1])) top[c][i & 1] = value, where[c][i & 1] = row;
 #else
-      if (residual) value += to_float(residual[(size_t)token * rows + row]);
+      if (residual) value += load_fresh(residual + (size_t)token * rows + row);
       y[(size_t)token * rows + row] = to_bf16(value);
 #endif
     }

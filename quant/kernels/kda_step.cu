@@ -30,6 +30,7 @@ struct Shared {
   float beta[TOKENS][WARPS];
   float o[TOKENS][ROWS];
   float norm[SPLIT][TOKENS];    // sums of squares of o, pushed by each CTA of the cluster
+  int slots[TOKENS];
 };
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -53,12 +54,11 @@ struct Channel {
 #pragma unroll
     for (int i = 0; i < 3; i++) old[i] = to_float(state[(offset + i) * conv.token]);
   }
-  // x[n] <- silu(conv(x)) for n < count.
-  __device__ __forceinline__ void run(float x[TOKENS], int count) {
+  // x[n] <- silu(conv(x)).
+  __device__ __forceinline__ void run(float x[TOKENS]) {
     float a = old[0], b = old[1], c = old[2];
 #pragma unroll
     for (int n = 0; n < TOKENS; n++) {
-      if (n >= count) break;
       float now = x[n], y = weight.x * a + weight.y * b + weight.z * c + weight.w * now;
       x[n] = y * sigmoid(y);
       a = b, b = c, c = now;
@@ -69,7 +69,7 @@ struct Channel {
     state[0] = to_bf16(old[1]), state[conv.token] = to_bf16(old[2]);
 #pragma unroll
     for (int n = 0; n < TOKENS; n++)
-      if (n < count) state[(n + 2) * conv.token] = x[(size_t)n * PROJECTED];
+      if (n < count) state[(n + 2) * conv.token] = to_bf16(load_fresh(x + (size_t)n * PROJECTED));
   }
 };
 
@@ -119,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < B_WORDS; i++)
     b[i] = tid + i * THREADS < HIDDEN / 2 ? *((const uint32_t *)(b_weight + (size_t)head * HIDDEN) + tid + i * THREADS) : 0u;
   float norm_weight = to_float(o_norm[part * ROWS + lane]);
+  if (tid < TOKENS) s.slots[tid] = mine[query_start && tid < count ? tid : 0];
 
   wait_for_producer();
   const bf16_t *x = projected + (size_t)first * PROJECTED;
@@ -126,29 +127,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) {
     const bf16_t *token = x + (size_t)(n < count ? n : 0) * PROJECTED;
-    xs[n] = to_float(token[(is_k ? HEADS * DIM : 0) + qk_channel]);
-    if (warp == 0) vs[n] = to_float(token[2 * HEADS * DIM + v_channel]);
-    if (is_k) f[n] = to_float(token[3 * HEADS * DIM + qk_channel]);
+    xs[n] = load_fresh(token + (is_k ? HEADS * DIM : 0) + qk_channel);
+    if (warp == 0) vs[n] = load_fresh(token + 2 * HEADS * DIM + v_channel);
+    if (is_k) f[n] = load_fresh(token + 3 * HEADS * DIM + qk_channel);
   }
   // beta's logit, for every CTA of the head by itself.
+  float logit[TOKENS] = {};
+#pragma unroll
+  for (int i = 0; i < B_WORDS; i++) {
+    if (tid + i * THREADS >= HIDDEN / 2) break;
+    uint32_t v[TOKENS];
+#pragma unroll
+    for (int n = 0; n < TOKENS; n++)
+      v[n] = load_fresh((const uint32_t *)(normed + (size_t)(first + (n < count ? n : 0)) * HIDDEN) + tid + i * THREADS);
+#pragma unroll
+    for (int n = 0; n < TOKENS; n++) logit[n] += low_of(v[n]) * low_of(b[i]) + high_of(v[n]) * high_of(b[i]);
+  }
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) {
-    if (n >= count) break;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < B_WORDS; i++) {
-      if (tid + i * THREADS >= HIDDEN / 2) break;
-      uint32_t v = *((const uint32_t *)(normed + (size_t)(first + n) * HIDDEN) + tid + i * THREADS);
-      sum += low_of(v) * low_of(b[i]) + high_of(v) * high_of(b[i]);
-    }
-    sum = warp_sum(sum);
+    float sum = warp_sum(logit[n]);
     if (lane == 0) s.beta[n][warp] = sum;
   }
-  qk.run(xs, count);
-  if (warp == 0) value.run(vs, count);
+  // Places after the last token hold copies of the first, which nobody uses.
+  qk.run(xs);
+  if (warp == 0) value.run(vs);
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) {
-    if (n >= count) break;
     (is_k ? s.k : s.q)[n][c] = xs[n];
     float squares = warp_sum(xs[n] * xs[n]);
     if (lane == 0) s.squares[n][is_k][warp % 4] = squares;
@@ -183,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(~0u, dot, step);
     float update = beta * (s.v[n][row] - dot * k_norm) * k_norm, o = 0.f;
-    int to = mine[query_start ? n : 0];
+    int to = s.slots[n];
     float *into = states + (size_t)to * state_slot + at;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -210,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int n = warp; n < count; n += WARPS) {
     float f = rsqrtf(((s.norm[0][n] + s.norm[1][n]) + (s.norm[2][n] + s.norm[3][n])) / DIM + eps);
-    float gate = to_float(x[(size_t)n * PROJECTED + 4 * HEADS * DIM + v_channel]);
+    float gate = load_fresh(x + (size_t)n * PROJECTED + 4 * HEADS * DIM + v_channel);
     out[(size_t)(first + n) * (HEADS * DIM) + v_channel] = to_bf16(s.o[n][lane] * f * norm_weight * sigmoid(gate));
   }
   // Everybody has read the history by now.

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < LATENT / 64; i++) {
-        v[i] = in[i * 32 + lane];
+        v[i] = load_fresh(in + i * 32 + lane);
         sum += low_of(v[i]) * low_of(v[i]) + high_of(v[i]) * high_of(v[i]);
       }
       float f = rsqrtf(warp_sum(sum) / LATENT + eps);
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         ((uint32_t *)(latent + (size_t)token * LATENT))[i * 32 + lane] = pack_bf16(low_of(n) * low_of(w), high_of(n) * high_of(w));
       }
     } else if (warp == 1) {
-      ((uint32_t *)(key + (size_t)token * ROPE))[lane] = turned(in[LATENT / 2 + lane], turn);
+      ((uint32_t *)(key + (size_t)token * ROPE))[lane] = turned(load_fresh(in + LATENT / 2 + lane), turn);
     }
     return;
   }
@@ -59,12 +59,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const uint32_t *in = (const uint32_t *)(from + head * QUERY);
   uint32_t *out = (uint32_t *)(query + ((size_t)token * HEADS + head) * QUERY);
 #pragma unroll
-  for (int i = 0; i < NOPE / 64; i++) out[i * 32 + lane] = in[i * 32 + lane];
-  out[NOPE / 2 + lane] = turned(in[NOPE / 2 + lane], turn);
+  for (int i = 0; i < NOPE / 64; i++) out[i * 32 + lane] = load_fresh(in + i * 32 + lane);
+  out[NOPE / 2 + lane] = turned(load_fresh(in + NOPE / 2 + lane), turn);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < HIDDEN / 256; i++) {
-    uint4 v = *((const uint4 *)(normed + (size_t)token * HIDDEN) + i * 32 + lane);
+    uint4 v = load_fresh((const uint4 *)(normed + (size_t)token * HIDDEN) + i * 32 + lane);
 #pragma unroll
     for (int j = 0; j < 4; j++)
       sum += low_of(word_of(v, j)) * low_of(word_of(w[i], j)) + high_of(word_of(v, j)) * high_of(word_of(w[i], j));

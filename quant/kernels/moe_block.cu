@@ -85,7 +85,7 @@ __device__ __forceinline__ void finish_unit(const Scratch *scratch, const Work &
     }
     size_t at = (size_t)token * HIDDEN + block * 64 + row;
     if (residual) {
-      uint2 r = *(const uint2 *)(residual + at);
+      uint2 r = load_fresh((const uint2 *)(residual + at));
       add(sum, make_float4(low_of(r.x), high_of(r.x), low_of(r.y), high_of(r.y)));
     }
     *(uint2 *)(out + at) = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));

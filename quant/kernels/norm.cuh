@@ -30,7 +30,7 @@ struct Rows {
 
   __device__ __forceinline__ void load(const bf16_t *x, int rows) {
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) v[r] = quad(r) < rows * QUADS ? *((const uint2 *)x + quad(r)) : make_uint2(0u, 0u);
+    for (int r = 0; r < ROUNDS; r++) v[r] = quad(r) < rows * QUADS ? load_fresh((const uint2 *)x + quad(r)) : make_uint2(0u, 0u);
   }
   // The same row for all: a weight vector.
   __device__ __forceinline__ void load_weight(const bf16_t *w) {
