@@ -102,7 +102,7 @@ def ncu(
     left, asked = [*answers], []
 
     def run(command: list[str], env: dict[str, str], log: Path, timeout_s: float) -> int | None:
-        code, text = left.pop(0)
+        code, text = left.pop(0) if left else (None, "")
         asked.append(Side(**json.loads(command[-1])))
         log.write_text(text)
         return code
@@ -135,9 +135,19 @@ def test_traffic_of_the_whole_from_two_small_engines(monkeypatch: pytest.MonkeyP
 def test_traffic_fails_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, given: tuple[int | None, str], reason: str
 ) -> None:
-    run, _ = ncu(monkeypatch, given)
+    run, asked = ncu(monkeypatch, given)
     found = step_traffic(Side({}), run=run)
-    assert found.total is None and reason in found.note
+    assert found.total is None and reason in found.note and "by node" in found.note and len(asked) == 2
+
+
+def test_kernel_by_kernel_where_a_graph_cannot_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = ncu_text((READ, "2000"), (WRITE, "20"))
+    run, _ = ncu(monkeypatch, (1, "==ERROR== unsupported graph\n" + "log\n" * 900), (0, good), (0, good))
+    found = step_traffic(Side({}), run=run)
+    assert found.total == 1010 and found.note.startswith("ncu by node")
+    run, asked = ncu(monkeypatch, (1, "==ERROR== unsupported graph\n" + "log\n" * 900))
+    assert "unsupported graph" in step_traffic(Side({}), run=run).note
+    assert "no time left" in step_traffic(Side({}), timeout_s=0, run=run).note and len(asked) == 2
 
 
 def test_without_ncu_or_with_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +218,7 @@ def test_report_beside_the_result(tmp_path: Path) -> None:
         in text
     )
     assert "| plain, 128 | - | 5.00 | - |" in text and "| prefill8192 | 200.00 | - | - |" in text
-    assert "ours mtp3@2.68 41" in text and "FAILED: ours plain: out of memory" in text
+    assert "ours mtp3@2.68 41" in text and "FAILED: ours plain: ...out of memory" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
     drawing = ElementTree.fromstring(path.with_suffix(".svg").read_text())

@@ -60,22 +60,28 @@ def step_traffic(side: Side, timeout_s: float = 150, run: Callable[..., int | No
     ncu watches two steps of an engine of 6 layers, then of 12: every CUDA graph as one unit (one pass reads both
     counters, so nothing is saved and replayed) and every launch beside it, L2 flushed before each; copies and memsets
     outside graphs are not seen. The difference is what 6 layers cost; the side's own number of layers follows from it.
-    `timeout_s` is for both together.
+    Where ncu cannot take a graph as one, it takes every kernel of it. `timeout_s` is for everything together.
     """
-    try:
-        ncu = shutil.which("ncu")
-        if ncu is None:
-            return Traffic(None, None, "ncu is not on the PATH")
-        deadline = time.monotonic() + timeout_s
-        sizes = [side.layers] if side.layers <= _MORE else [_FEW, _MORE]
-        found = [_step(ncu, replace(side, layers=n), deadline - time.monotonic(), run) for n in sizes]
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        return Traffic(None, None, "ncu is not on the PATH")
+    deadline = time.monotonic() + timeout_s
+    sizes = [side.layers] if side.layers <= _MORE else [_FEW, _MORE]
+    reasons = []
+    for unit in ("graph", "node"):
+        try:
+            found = [
+                _step(ncu, unit, replace(side, layers=n), deadline - time.monotonic(), run) for n in sizes
+            ]
+        except Exception as error:
+            reasons.append(f"by {unit}: {type(error).__name__}: {error}")
+            continue
         reads, writes = ([entry[metric] for entry in found] for metric in (READ, WRITE))
-        how = f"ncu, {_STEPS} steps of engines of {' and '.join(map(str, sizes))} layers"
+        how = f"ncu by {unit}, {_STEPS} steps of engines of {' and '.join(map(str, sizes))} layers"
         if len(sizes) == 1:
             return Traffic(reads[0], writes[0], how)
         return Traffic(_extend(reads, side.layers), _extend(writes, side.layers), how + ", extrapolated")
-    except Exception as error:
-        return Traffic(None, None, f"{type(error).__name__}: {error}")
+    return Traffic(None, None, "; ".join(reasons))
 
 
 def _extend(measured: list[float], layers: int) -> float:
@@ -83,19 +89,26 @@ def _extend(measured: list[float], layers: int) -> float:
     return few + (more - few) * (layers - _FEW) / (_MORE - _FEW)
 
 
-def _step(ncu: str, side: Side, timeout_s: float, run: Callable[..., int | None]) -> dict[str, float]:
-    command = [ncu, *_COMMON, "--metrics", f"{READ},{WRITE}", "--graph-profiling", "graph"]
+def _step(
+    ncu: str, unit: str, side: Side, timeout_s: float, run: Callable[..., int | None]
+) -> dict[str, float]:
+    if timeout_s <= 0:
+        raise TimeoutError("no time left")
+    command = [ncu, *_COMMON, "--metrics", f"{READ},{WRITE}", "--graph-profiling", unit]
     command += ["--profile-from-start", "off", "--target-processes", "application-only"]
     command += [sys.executable, "-m", "vllm_ling.bench.dram", "step", json.dumps(asdict(side))]
     env = os.environ | {"VLLM_LING_DISABLE": "1" if side.options is None else "0"}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        code = run(command, env, log, timeout_s) if timeout_s > 0 else None
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        code = run(command, env, log, timeout_s)
+        text = log.read_text(encoding="utf-8", errors="replace")
     what = f"{side.layers} layers: ncu " + ("ran out of time" if code is None else f"ended with {code}")
     found = counters(text)
     if code != 0 or not {READ, WRITE} <= found.keys():
-        raise RuntimeError(f"{what}, counters of {sorted(found) or 'nothing'}: {text[-1000:]}")
+        # ncu's own words may be far above the end of the engine's log.
+        said = [line for line in text.splitlines() if line.startswith(("==ERROR==", "==WARNING=="))]
+        tail = "\n".join([*said[:10], text[-1000:]])
+        raise RuntimeError(f"{what}, counters of {sorted(found) or 'nothing'}: {tail}")
     return {metric: total / _STEPS for metric, (total, _) in found.items()}
 
 

@@ -67,7 +67,9 @@ def markdown(result: dict[str, Any]) -> str:
     gpus = ", ".join(result["provenance"]["gpus"]) or "no GPU named"
     memory = f"; floor at {result['bandwidth'] / 1e12:.2f} TB/s" if "bandwidth" in result else ""
     lines += ["", f"{gpus}{memory}. Engine start, s: {starts or 'none'}."]
-    lines += [f"\nFAILED: {label}: {' '.join(why.split())[:300]}" for label, why in result["errors"].items()]
+    lines += [
+        f"\nFAILED: {label}: ...{' '.join(why.split())[-300:]}" for label, why in result["errors"].items()
+    ]
     return "\n".join(lines) + "\n"
 
 

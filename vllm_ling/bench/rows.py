@@ -29,7 +29,7 @@ from vllm_ling.bench.dram import Traffic
 from vllm_ling.bench.floor import floor_bytes
 from vllm_ling.bench.side import Answer, Side
 from vllm_ling.errors import LingError
-from vllm_ling.eval.provenance import provenance, public
+from vllm_ling.eval.provenance import provenance, public, public_data
 from vllm_ling.roofline.machines import matching_gpu
 
 _NAMES = (
@@ -65,11 +65,11 @@ def new_result(earlier: Path | None) -> dict[str, Any]:
 def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) -> None:
     """Puts one engine's figures in, over those of the same engine from an earlier run."""
     label = f"{name} {side.workload}"
-    result["engines"][label] = asdict(side) | {
+    engine = asdict(side) | {
         "start_s": answer.start_s,
         "choices": answer.choices,
         "clocks": answer.clocks,
-        "notes": [public(note) for note in answer.notes],
+        "notes": answer.notes,
         # Which of the file's origins these figures have.
         "date": result["provenance"]["date"],
         "steps": None,
@@ -77,7 +77,8 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
     if answer.steps is not None:
         traced = asdict(answer.steps)
         del traced["kernels"]
-        result["engines"][label]["steps"] = traced
+        engine["steps"] = traced
+    result["engines"][label] = public_data(engine)
     if answer.failed:
         add_failure(result, label, answer.failed)
     steps = answer.steps
