@@ -199,7 +199,7 @@ def result() -> dict[str, Any]:
             | {"floor_bytes_per_token": None},
         ],
         "extras": [{"workload": "prefill8192", "ms": 200.0}],
-        "kernels": {"ours mtp3@2.68 128": [["moe<1 & 2>", 41.0, 900.0], ["head", 4.0, 440.0]]},
+        "kernels": {"ours mtp3@2.68 128": [["moe&co<1, 2>", 41.0, 900.0], ["head", 4.0, 440.0]]},
         "engines": {
             "ours mtp3@2.68": {"start_s": 41.2, "accept_length": 2.68, "draft_tokens": 3, "steps": steps}
         },
@@ -228,7 +228,7 @@ def test_report_beside_the_result(tmp_path: Path) -> None:
     for words in (
         "end to end: 2680",
         "floor: bytes at the bandwidth of memory: 2063",
-        "moe<1 & 2> (41 x): 900",
+        "moe&co (41 x): 900",
     ):
         assert words in said
     assert "other kernels: 160" in said and "stock, end to end: 8040" in said

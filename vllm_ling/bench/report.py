@@ -119,8 +119,9 @@ def _bars(
         ("GPU", row["gpu_ms_per_step"] and row["gpu_ms_per_step"] * 1e3, 0),
         ("floor: bytes at the bandwidth of memory", _floor_us(result, row), 2),
     ]
-    listed = [(f"{name} ({count:.0f} x)", us) for name, count, us in kernels]
-    bars += [(name if len(name) <= 64 else f"...{name[-61:]}", us, 1) for name, us in listed[:_SHOWN]]
+    # Template arguments are for the JSON; a line of the plot has no room for them.
+    listed = [(f"{name.split('<')[0][:48]} ({count:.0f} x)", us) for name, count, us in kernels]
+    bars += [(label, us, 1) for label, us in listed[:_SHOWN]]
     bars.append(
         (
             "other kernels",
