@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_ling import __version__
+from vllm_ling.cli_bench import bench
 from vllm_ling.cli_eval import Data, FewshotData, PassThrough, Restart, evaluation
 from vllm_ling.errors import LingError
 
@@ -146,47 +147,7 @@ def draft_vocab(
     run(model, source, rows, out)
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure speed on this GPU with random weights.")
 app.add_typer(bench, name="bench")
-
-
-@bench.command("kernels")
-def bench_kernels(
-    against: Annotated[
-        Literal["none", "stock"], typer.Option(help="stock: measure vLLM's own path in the same run.")
-    ] = "none",
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("build/kernels.json"),
-) -> None:
-    """Our kernels on Ling-3.0-flash's shapes: time, byte floor, error, and vLLM beside them."""
-    from vllm_ling.bench.run import kernels
-
-    raise typer.Exit(kernels(None if against == "none" else against, out))
-
-
-@bench.command("decode")
-def bench_decode(
-    against: Annotated[
-        Literal["none", "stock"], typer.Option(help="stock: the same workload on stock vLLM, same run.")
-    ] = "none",
-    model: Annotated[
-        Literal["flash", "mini"], typer.Option(help="Full-size shapes, or small ones of the same structure.")
-    ] = "flash",
-    layers: Annotated[int, typer.Option(min=3, help="Decoder layers; 42 is the whole of flash.")] = 42,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Prompt tokens; may be repeated.")] = None,
-    draft: Annotated[int, typer.Option(min=0, max=7, help="MTP draft tokens; 0 for none.")] = 0,
-    accept_length: Annotated[float, typer.Option(help="Synthetic accept length with --draft.")] = 2.68,
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path("build/decode.json"),
-    timeout: Annotated[int, typer.Option(min=60, help="Seconds for one engine, its start included.")] = 900,
-) -> None:
-    """Decode with random weights made on the GPU: milliseconds per token, stock vLLM beside."""
-    from vllm_ling.bench.decode import decode
-
-    raise typer.Exit(
-        decode(
-            *(None if against == "none" else against, model, layers, context or [128]),
-            *(draft, accept_length, out, timeout),
-        )
-    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -21,6 +21,8 @@ def model_folder(folder: Path, model: str, layers: int, mtp: bool = False) -> Pa
     if model == "flash":
         published = {k: v for k, v in PUBLISHED["flash"].items() if not k.endswith("_limit_list")}
     published |= {"num_hidden_layers": layers, "num_nextn_predict_layers": int(mtp)}
+    # The longest prompts must fit the small model too.
+    published["max_position_embeddings"] = PUBLISHED["flash"]["max_position_embeddings"]
     config = mini_config("flash", "fp4", mtp, 0.0, **published)
     for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         config[name] = [0] * layers

@@ -85,6 +85,7 @@ def read_results(path: Path) -> tuple[list[Measured], Machine | None]:
         rows = [
             Measured(*_workload(row["workload"]), int(row["context"]), float(row["ms_per_token"]))
             for row in found["rows"]
+            if row["ms_per_token"] is not None  # an engine that failed
         ]
     except OSError as error:
         raise LingError(f"{path}: cannot be read ({error.strerror})") from None

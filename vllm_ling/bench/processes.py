@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a measuring program to its end or its time limit, and leaves nothing of it on the GPU."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def run_limited(command: Sequence[str], env: Mapping[str, str], log: Path, timeout_s: float) -> int | None:
+    """Runs `command` with its output in `log`. Returns its exit code, None if it was ended at the limit.
+
+    It gets a session of its own: a profiler's child would outlive the profiler and keep the GPU's memory.
+    """
+    with log.open("w", encoding="utf-8") as output:
+        child = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            return child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # Also after Ctrl-C, which does not reach another session, and for what a finished program left.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()

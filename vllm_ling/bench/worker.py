@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process of `vllm-ling bench decode`: starts vLLM, times, then looks closer.
+
+    python -m vllm_ling.bench.worker SIDE_AS_JSON ANSWER_FILE
+
+All timing comes before any watching and tracing, and the answer is written after each part, so that neither a slow
+context nor a profiler that fails can cost a figure.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
+from vllm_ling.bench.trace import Steps, steps_of
+
+_LOOK = 24  # steps of a look: enough for a mean, few enough for a small trace
+_SHORT_PROMPT = 128  # of the 32 sequences
+
+
+def work(side: Side, save: Callable[[Answer], None]) -> None:
+    """Measures `side`, calling `save` with everything known so far."""
+    from vllm_ling.status import STATUS
+
+    llm, started = engine(side)
+    choices = {name: [c.choice, c.reason] for name, c in STATUS.choices.items()}
+    answer = Answer([], started, choices)
+    save(answer)
+    if side.extras:
+        for extra in (_prefill, _batch):
+            answer.extras.append(extra(llm, side))
+            save(answer)
+        return
+    counts = []
+    for context in side.contexts:
+        decoded, replays = _decode(llm, side, context)
+        answer.decoded.append(decoded)
+        counts.append(replays)
+        answer.clocks = clocks()
+        save(answer)
+    for at, replays in enumerate(counts):
+        try:
+            answer.decoded[at] = _look(llm, side, answer.decoded[at], replays)
+        except Exception as error:
+            answer.notes.append(f"context {answer.decoded[at].context}: no graph time: {error!r}")
+        save(answer)
+    try:
+        answer.steps = traced(llm, side.contexts[0], round(_LOOK * side.tokens_per_step))
+    except Exception as error:
+        answer.notes.append(f"no trace: {error!r}")
+    save(answer)
+
+
+def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
+    """The engine of a side and the seconds that it took to start; `memory` is the share of the GPU's it may take."""
+    from vllm_ling.bench.engine import model_folder, start
+    from vllm_ling.hf_config import register_hf_config
+
+    register_hf_config()
+    longest = PREFILL if side.extras else max(side.contexts)
+    settings: dict[str, Any] = {
+        "max_num_seqs": BATCH if side.extras else 1,
+        "max_model_len": longest + side.long + 64,
+        "gpu_memory_utilization": memory,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32] if side.extras else [1, 2, 4, 8],
+        },
+    }
+    if side.extras:
+        settings["max_num_batched_tokens"] = PREFILL
+    if side.draft_tokens:
+        settings["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": side.draft_tokens,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": side.accept_length,
+        }
+        if side.options is None:
+            # The best that stock has; ours shares its FP8 head with the draft anyway.
+            settings["speculative_config"]["draft_lm_head_quantization"] = "fp8"
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        model = model_folder(Path(folder), side.model, side.layers, mtp=bool(side.draft_tokens))
+        llm = start(model, side.options, **settings)
+        return llm, time.monotonic() - began
+
+
+def generate(llm: Any, context: int, tokens: int, sequences: int = 1) -> float:
+    """Seconds to write `tokens` tokens after each of `sequences` different prompts of `context` tokens, greedy."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size() - 20
+    prompts = [
+        TokensPrompt(prompt_token_ids=[17 + (31 * i + 7 * n) % vocabulary for i in range(context)])
+        for n in range(sequences)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    began = time.monotonic()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.monotonic() - began
+
+
+def traced(llm: Any, context: int, tokens: int) -> Steps:
+    """The steps of one answer under the profiler."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        generate(llm, context, tokens)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return steps_of(json.loads(path.read_text())["traceEvents"])
+
+
+def clocks() -> str:
+    """SM and memory clock, power and temperature of the first GPU; empty without nvidia-smi."""
+    query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (done.stdout.splitlines() or [""])[0].strip()
+
+
+def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float]:
+    """Median, lowest and highest of the repeats in milliseconds; the first call is thrown away."""
+    times = [1e3 * once() for _ in range(repeats + 1)][1:]
+    return median(times), min(times), max(times)
+
+
+def _per_step(llm: Any, side: Side, context: int, sequences: int = 1) -> float:
+    """Seconds a token (of each sequence): a long answer less a short one, so that prefill and set-up cancel out."""
+    both = generate(llm, context, side.long, sequences) - generate(llm, context, side.short, sequences)
+    return both / (side.long - side.short)
+
+
+def _decode(llm: Any, side: Side, context: int) -> tuple[Decoded, dict[int, int]]:
+    from vllm_ling.bench.graphs import counted
+
+    with counted() as replays:
+        found = _times(lambda: _per_step(llm, side, context), side.repeats)
+    return Decoded(context, *found), replays
+
+
+def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> Decoded:
+    from vllm_ling.bench.graphs import back_to_back, model_graph
+
+    graph = model_graph(lambda: generate(llm, decoded.context, round(_LOOK * side.tokens_per_step)))
+    length = None
+    if side.draft_tokens and replays.get(id(graph)):
+        # The first token of an answer comes from prefill.
+        tokens = (side.repeats + 1) * (side.short + side.long - 2)
+        length = tokens / replays[id(graph)]
+    return replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
+
+
+def _prefill(llm: Any, side: Side) -> Extra:
+    return Extra(f"prefill{PREFILL}", *_times(lambda: generate(llm, PREFILL, 1), side.repeats))
+
+
+def _batch(llm: Any, side: Side) -> Extra:
+    return Extra(f"batch{BATCH}", *_times(lambda: _per_step(llm, side, _SHORT_PROMPT, BATCH), side.repeats))
+
+
+if __name__ == "__main__":
+    from vllm_ling.eval.files import write_json
+
+    work(Side(**json.loads(sys.argv[1])), lambda answer: write_json(Path(sys.argv[2]), asdict(answer)))
