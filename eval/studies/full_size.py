@@ -3,10 +3,10 @@
 
 Run as `python -m vllm_ling.eval.studies.full_size --layers 12 --out FILE` on a GPU.
 
-Three engines follow each other, each in a process of its own: stock, ours, ours with MTP drafts. All tokens are known in
-advance (see `seeded_weights`), so states are compared token by token: prompts, decoding of 1 to 8 sequences, sequences
-that come and go, verification of drafts, and state slots that aborted requests left behind. `full_size_bars` says what
-is allowed and why.
+Three engines follow each other, each in a process of its own: stock, ours, ours with MTP drafts. All tokens are known
+in advance (see `seeded_weights`), so states are compared token by token: prompts, decoding of 1 to 8 sequences,
+sequences that come and go, verification of drafts, and state slots that aborted requests left behind.
+`full_size_bars` says what is allowed and why.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--model", choices=("flash", "mini"), default="flash")
     parser.add_argument("--options", type=json.loads, default=None, help="the ling section (JSON)")
-    parser.add_argument("--every", type=int, default=6, help="tap the residual stream after every this many layers")
+    parser.add_argument(
+        "--every", type=int, default=6, help="tap the residual stream after every this many layers"
+    )
     parser.add_argument("--without-stock", action="store_true", help="where stock vLLM cannot run")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
     args = parser.parse_args()
@@ -154,7 +156,9 @@ def main() -> int:
     kept = ("tokens", "fused", "start_s", "seconds", "drafts", "accepted", "status")
     result = {
         "provenance": provenance(),
-        "engines": {name: asdict(specs[name]) | {key: run[key] for key in kept} for name, run in runs.items()},
+        "engines": {
+            name: asdict(specs[name]) | {key: run[key] for key in kept} for name, run in runs.items()
+        },
         **found,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

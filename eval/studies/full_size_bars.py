@@ -56,7 +56,9 @@ class Comparison:
         """The most that ours may be away."""
         stock = self.stock or Away(ASSUMED, ASSUMED)
         head = HEAD if self.tap == "logits" else 0.0
-        rms, median = (((NO_WORSE * value) ** 2 + head**2) ** 0.5 + FLOOR for value in (stock.rms, stock.median))
+        rms, median = (
+            ((NO_WORSE * value) ** 2 + head**2) ** 0.5 + FLOOR for value in (stock.rms, stock.median)
+        )
         return Away(rms, median)
 
     def wrong(self) -> list[str]:
@@ -127,7 +129,9 @@ def compare(
 
 
 def _distance(
-    some: Mapping[tuple[int, int], Tensor], exact: Mapping[tuple[int, int], Tensor], keys: Sequence[tuple[int, int]]
+    some: Mapping[tuple[int, int], Tensor],
+    exact: Mapping[tuple[int, int], Tensor],
+    keys: Sequence[tuple[int, int]],
 ) -> Away:
     return away([(torch.stack([some[key] for key in keys]), torch.stack([exact[key] for key in keys]))])
 
@@ -139,12 +143,16 @@ def missing(workload: str, span: Mapping[int, range], states: States) -> list[st
         # The last token is emitted and not fed.
         lost = set(span[lane][:-1]) - set(states[lane]["positions"].tolist())
         if lost:
-            wrong.append(f"{workload}: {len(lost)} tokens of lane {lane} were never seen, the first at {min(lost)}")
+            wrong.append(
+                f"{workload}: {len(lost)} tokens of lane {lane} were never seen, the first at {min(lost)}"
+            )
     return wrong
 
 
-def agreement(states: States, exact: States, span: Mapping[int, range], known: Mapping[int, list[int]]) -> float:
-    """Share of tokens whose best logit, the known continuation `known[lane][position + 1]` aside, is the reference's."""
+def agreement(
+    states: States, exact: States, span: Mapping[int, range], known: Mapping[int, list[int]]
+) -> float:
+    """Share of tokens whose best logit, the known next token `known[lane][position + 1]` aside, is the reference's."""
     mine, right = rows_of(states, "logits", span), rows_of(exact, "logits", span)
     same = total = 0
     for (lane, position), row in mine.items():

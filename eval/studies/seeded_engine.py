@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An in-process vLLM engine on flash's shapes with `SeededWeights`, loaded the way a checkpoint is, and its requests."""
+"""An in-process vLLM engine on flash's shapes with `SeededWeights`, loaded as a checkpoint is, and its requests."""
 
 import json
 from pathlib import Path
@@ -97,6 +97,10 @@ class Requests:
                 self.running.discard(name)
                 finished.append(name)
         return finished
+
+    def forget(self, name: str) -> tuple[list[int], list[dict[int, float]]]:
+        """Tokens of a request that is over, and the log-probabilities with each; they are not kept any longer."""
+        return self.tokens.pop(name), self.logprobs.pop(name)
 
     def finish(self) -> None:
         """Steps until nothing runs."""

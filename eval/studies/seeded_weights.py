@@ -5,9 +5,9 @@ Three properties make them fit to compare engines. Values are of sensible size, 
 state and none drowns it. The router is decisive: every token belongs to a topic, whose direction is part of its
 embedding, and each layer sends a topic to experts of its own by a wide margin. With unstructured weights a rounding
 error picks another expert for every second token, and that drowns what is to be seen. And the greedy continuation is
-known: the head's best token after `t` is `successor(t)` by a wide margin, so every engine is fed the same tokens without
-being forced, while hidden states and the other logits still depend on everything. The MTP layer finds that token for
-most tokens only (`draftable`), so drafts are partly accepted.
+known: the head's best token after `t` is `successor(t)` by a wide margin, so every engine is fed the same tokens
+without being forced, while hidden states and the other logits still depend on everything. The MTP layer finds that
+token for most tokens only (`draftable`), so drafts are partly accepted.
 """
 
 import json

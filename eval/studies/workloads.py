@@ -57,7 +57,9 @@ PLAIN = (
     together("decode 2 again", 2),
     Workload("interleaved", tuple(Visit(lane, arrive=step) for lane, step in enumerate((0, 3, 4, 7)))),
     _slots("slots reused"),
-    Workload("slots mixed", (Visit(4), Visit(5), Visit(6, abort=5), Visit(7, abort=5), Visit(0, 5), Visit(1, 5))),
+    Workload(
+        "slots mixed", (Visit(4), Visit(5), Visit(6, abort=5), Visit(7, abort=5), Visit(0, 5), Visit(1, 5))
+    ),
 )
 DRAFTED = (
     *(together(f"verify {count}", count) for count in (1, 2, 4)),
