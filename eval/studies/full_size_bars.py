@@ -7,6 +7,10 @@ further from fp32 than stock is: `NO_WORSE` allows for the luck of a few dozen t
 happens to be exact. The FP8 head is ours alone and costs 2.6% of a logit (`head_probe`). The mean over tokens is judged
 and the median: one token whose router flips can dominate the mean, a fault in a kernel moves both.
 
+Sequences that start with a single token never pass through stock's prefill. Where our kernels keep BF16 activations
+their distance is BF16's alone: `OWN` times the root of the layers, twice what the CPU backend shows, which computes
+so too.
+
 What a bar is worth is measured too: `stale` is how far the reference moves if the same continuation follows another
 prompt, that is, if a state belonged to another request. A bar that it does not exceed twice over proves nothing.
 """
@@ -20,6 +24,7 @@ from torch import Tensor
 
 NO_WORSE, FLOOR = 1.25, 0.005
 HEAD = 0.03
+OWN = 0.006
 # Stock further than this from fp32 does not compute the same function: nothing could be concluded.
 STOCK_SANE = 0.15
 # In place of stock where it cannot run; a simulation of its rounding on the small model gives 0.02 to 0.04.
@@ -41,7 +46,12 @@ class Away:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tap of one workload; `apart` is ours against stock, where both have the token."""
+    """One tap of one workload.
+
+    Attributes:
+        apart: ours against stock, where both have the token.
+        own: a bar in place of the one that stock's distance gives.
+    """
 
     workload: str
     tap: str
@@ -50,12 +60,15 @@ class Comparison:
     stock: Away | None
     apart: float | None
     stale: float | None
+    own: float | None = None
 
     @property
     def limits(self) -> Away:
         """The most that ours may be away."""
-        stock = self.stock or Away(ASSUMED, ASSUMED)
         head = HEAD if self.tap == "logits" else 0.0
+        if self.own is not None:
+            return Away(*[(self.own**2 + head**2) ** 0.5] * 2)
+        stock = self.stock or Away(ASSUMED, ASSUMED)
         rms, median = (
             ((NO_WORSE * value) ** 2 + head**2) ** 0.5 + FLOOR for value in (stock.rms, stock.median)
         )
@@ -81,6 +94,11 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """JSON data, limits and verdict included."""
         return asdict(self) | {"limits": asdict(self.limits), "wrong": self.wrong()}
+
+
+def own_bar(tap: str, layers: int) -> float:
+    """How far BF16 alone may take the states at a tap of a model of `layers` layers."""
+    return OWN * (int(tap) + 1 if tap.isdigit() else layers) ** 0.5
 
 
 def away(pairs: Sequence[tuple[Tensor, Tensor]]) -> Away:
@@ -109,6 +127,7 @@ def compare(
     stock: States | None,
     exact: States,
     stale: States | None,
+    own: float | None = None,
 ) -> Comparison | None:
     """One comparison over the tokens of `span`; None if our side has none of them."""
     mine, right = rows_of(ours, tap, span), rows_of(exact, tap, span)
@@ -125,6 +144,7 @@ def compare(
         _distance(theirs, right, list(theirs)) if theirs else None,
         _distance(mine, {key: theirs[key].float() for key in both}, both).rms if both else None,
         _distance(other, right, list(other)).rms if other else None,
+        own,
     )
 
 

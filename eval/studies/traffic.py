@@ -100,7 +100,7 @@ class Check:
 
 MIB = 2**20
 MOST_GROWTH = 64 * MIB
-# Share of a logit by which a probe's logits may move: logits are BF16, and either value may round either way. Equal inputs
+# Share of a logit by which a probe's may move: logits are BF16, and either value may round either way. Equal inputs
 # in equal batches give equal bits where no kernel adds in the order of arrival.
 MOST_DRIFT = 2.0**-6
 

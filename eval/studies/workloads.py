@@ -52,10 +52,13 @@ def _slots(name: str) -> Workload:
     )
 
 
+# Sequences that our kernels compute from their second token on: no prefill in FP8 has touched their states.
+OWN = ("from one token", "from one token, drafts")
 PLAIN = (
     *(together(f"decode {count}", count) for count in (1, 2, 3, 4, 8)),
     together("decode 2 again", 2),
     Workload("interleaved", tuple(Visit(lane, arrive=step) for lane, step in enumerate((0, 3, 4, 7)))),
+    Workload(OWN[0], (Visit(4),)),
     _slots("slots reused"),
     Workload(
         "slots mixed", (Visit(4), Visit(5), Visit(6, abort=5), Visit(7, abort=5), Visit(0, 5), Visit(1, 5))
@@ -64,6 +67,7 @@ PLAIN = (
 DRAFTED = (
     *(together(f"verify {count}", count) for count in (1, 2, 4)),
     together("verify 2 again", 2),
+    Workload(OWN[1], (Visit(4),)),
     _slots("slots reused, drafts"),
 )
 STOCK = (*PLAIN[:5], PLAIN[6])

@@ -222,6 +222,18 @@ def test_the_head_may_cost_what_fp8_costs() -> None:
     assert row(0.055, 0.03).wrong() and row(0.08, 0.03, tap="logits").wrong()
 
 
+def test_what_never_saw_stocks_prefill_has_a_bar_of_its_own() -> None:
+    assert (
+        full_size_bars.own_bar("5", 12)
+        < full_size_bars.own_bar("final", 12)
+        == full_size_bars.own_bar("11", 42)
+    )
+    made = compare("w", "5", SPAN, states(0.02, 1), states(0.04, 2), states(0, 0), None, own=0.015)
+    assert made is not None and len(made.wrong()) == 2
+    made = compare("w", "5", SPAN, states(0.01, 1), None, states(0, 0), None, own=0.015)
+    assert made is not None and made.wrong() == []
+
+
 def test_a_blind_bar_and_a_broken_stock_are_reported() -> None:
     assert "blind" in row(0.04, 0.04, stale=0.06).wrong()[0]
     assert "no measure" in row(0.1, 0.5, stale=None).wrong()[0]
@@ -308,6 +320,14 @@ def test_every_way_to_be_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fault x" in judged(ours={"status": {"faults": {"x": "y"}}})[0]
     noisy = judged(ours={"states": run(PLAIN, 0.2)["states"]})
     assert any("decode 1, 5: 0.2" in line for line in noisy) and any("slots reused" in line for line in noisy)
+
+
+def test_an_engine_that_failed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_size, "texts", lambda _: {n: [0] * (x + ANSWER) for n, x in enumerate(LENGTHS)})
+    spec = SideSpec({}, "mini", 6, (5,))
+    found = full_size.judge(spec, {"ours": run(PLAIN, 0.0)}, EXACT, _exact(6), 32)
+    assert found["wrong"] == [] and list(found["slots"]) == ["slots reused"]
+    assert {row["stock"] for row in found["rows"]} == {None}
 
 
 def test_a_spec_survives_the_way_to_its_process() -> None:
