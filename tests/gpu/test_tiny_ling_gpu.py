@@ -36,7 +36,7 @@ def spec(answers: TinyAnswers, drafts: int) -> EngineSpec:
         dtype="bfloat16",
         max_tokens=MAX_NEW_TOKENS,
         concurrency=concurrency,
-        top_logits=0 if drafts else 3,
+        top_logits=3,
         draft_tokens=drafts,
         options=our_options(),
         sampling={"stop_token_ids": answers.stop},
@@ -88,9 +88,10 @@ def test_accuracy_and_accept_length_are_the_cpus(
         assert run.accept_length is not None and run.accept_length >= answers.accept_length(drafts) - 0.05
 
 
-def test_logits_of_decoded_tokens_are_near_the_reference(
-    runs: dict[int, EngineRun], answers: TinyAnswers
+@pytest.mark.parametrize("drafts", CONCURRENCY)
+def test_logits_of_decoded_and_verified_tokens_are_near_the_reference(
+    drafts: int, runs: dict[int, EngineRun], answers: TinyAnswers
 ) -> None:
-    away = answers.distance(runs[0].tops, runs[0].tokens)
-    print(f"relative RMS distance of the best logits from fp32: {away:.4f}")
+    away = answers.distance(runs[drafts].tops, runs[drafts].tokens)
+    print(f"k = {drafts}: relative RMS distance of the best logits from fp32: {away:.4f}")
     assert away <= LOGIT_BAR
