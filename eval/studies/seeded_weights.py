@@ -213,7 +213,7 @@ class SeededWeights:
         noise = torch.randn(size, device=self.device, generator=generator, dtype=torch.float32)
         first = torch.arange(size[1], device=self.device) < size[1] // 2
         used = draftable(torch.arange(size[0], device=self.device)).unsqueeze(1) == first
-        noise *= torch.where(used, 1.0, _WEAK) / math.sqrt((1 + _WEAK**2) / 2)
+        noise *= (_WEAK + (1 - _WEAK) * used.float()) / math.sqrt((1 + _WEAK**2) / 2)
         return noise
 
     def _generator(self, name: str) -> torch.Generator:

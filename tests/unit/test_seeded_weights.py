@@ -47,6 +47,26 @@ def test_values_do_not_depend_on_what_else_is_made(config: dict[str, object]) ->
     assert not torch.equal(codes[7], other)
 
 
+def test_values_do_not_depend_on_the_default_dtype(config: dict[str, object]) -> None:
+    """vLLM loads with the model's dtype as torch's default."""
+    plain = dict(SeededWeights(config, "cpu").tensors())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other = SeededWeights(config, "cpu")
+        wrong = [
+            name
+            for name, tensor in other.tensors()
+            if not torch.equal(*(_bytes(t) for t in (tensor, plain[name])))
+        ]
+        assert wrong == [] and other.value("lm_head.weight").dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
 def test_target_and_draft_together_hold_every_tensor_once(config: dict[str, object]) -> None:
     weights = SeededWeights(config, "cpu")
     target, draft = ([name for name, _ in weights.tensors(draft)] for draft in (False, True))
