@@ -29,9 +29,9 @@ from vllm_ling.eval.studies.full_size_bars import (
     States,
     agreement,
     compare,
+    depth_of,
     identical,
     missing,
-    own_bar,
     repeats,
 )
 from vllm_ling.eval.studies.full_size_side import PREFILL, SideSpec
@@ -93,8 +93,8 @@ def judge(
                 wrong += missing(title, span, states)
                 for tap in [*map(str, spec.taps), "final", "logits"]:
                     control = others if span is answers else None
-                    own = own_bar(tap, spec.layers) if strict and workload in OWN else None
-                    row = compare(title, tap, span, states, theirs, exact, control, own)
+                    depth, own = depth_of(tap, spec.layers), strict and workload in OWN
+                    row = compare(title, tap, span, states, theirs, exact, control, depth, own)
                     if row is not None:
                         rows.append(row.as_dict())
             if not runs[name]["tokens"][workload]:

@@ -207,7 +207,7 @@ def test_as_good_as_stock_passes_and_worse_fails() -> None:
     assert row(0.04, 0.04).wrong() == [] and row(0.02, 0.04).wrong() == []
     assert len(row(0.08, 0.04).wrong()) == 2  # the mean and the median
     assert "nan" in row(float("nan"), 0.04).wrong()[0]
-    assert row(0.04, None).wrong() == [] and row(2 * ASSUMED, None).wrong()
+    assert row(ASSUMED, None).wrong() == [] and row(2 * ASSUMED, None).wrong()
 
 
 def test_one_flipped_token_does_not_move_the_median() -> None:
@@ -223,14 +223,10 @@ def test_the_head_may_cost_what_fp8_costs() -> None:
 
 
 def test_what_never_saw_stocks_prefill_has_a_bar_of_its_own() -> None:
-    assert (
-        full_size_bars.own_bar("5", 12)
-        < full_size_bars.own_bar("final", 12)
-        == full_size_bars.own_bar("11", 42)
-    )
-    made = compare("w", "5", SPAN, states(0.02, 1), states(0.04, 2), states(0, 0), None, own=0.015)
+    assert full_size_bars.depth_of("5", 12) == 6 and full_size_bars.depth_of("final", 12) == 12
+    made = compare("w", "5", SPAN, states(0.02, 1), states(0.04, 2), states(0, 0), None, 6, own=True)
     assert made is not None and len(made.wrong()) == 2
-    made = compare("w", "5", SPAN, states(0.01, 1), None, states(0, 0), None, own=0.015)
+    made = compare("w", "5", SPAN, states(0.01, 1), None, states(0, 0), None, 6, own=True)
     assert made is not None and made.wrong() == []
 
 
