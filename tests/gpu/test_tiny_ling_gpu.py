@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tiny-ling on a GPU with every kernel of ours: greedy answers, with and without drafts, are the CPU's.
+
+The oracle is the fp32 reference, whose answers the CPU backend repeats token for token. It puts the second best token 6
+logits or more below the best everywhere, so `NEAR_TIE` excuses little: FP8 activations move a logit of 19, the median
+best one, by about 0.5.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_ling.checkpoint.locate import tiny_ling_path
+from vllm_ling.eval.studies.answers import TinyAnswers
+from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
+from vllm_ling.eval.studies.seeded_engine import our_options
+from vllm_ling.tiny.evaluate import MAX_NEW_TOKENS
+
+ITEMS, NEAR_TIE = 64, 1.0
+# Sequences at a time for each draft length, so that a verification has at most 8 tokens, as our kernels take.
+CONCURRENCY = {0: 8, 1: 4, 2: 2, 3: 2, 4: 1}
+# Two roundings of 2.6% (activations, head) and the BF16 of six layers; a wrong scale or state is far above.
+LOGIT_BAR = 0.06
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def spec(answers: TinyAnswers, drafts: int) -> EngineSpec:
+    concurrency = CONCURRENCY[drafts]
+    sizes = [count * (1 + drafts) for count in (1, 2, 4, 8) if count <= concurrency]
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return EngineSpec(
+        f"k = {drafts}",
+        str(tiny_ling_path()),
+        answers.prompts,
+        dtype="bfloat16",
+        max_tokens=MAX_NEW_TOKENS,
+        concurrency=concurrency,
+        top_logits=3,
+        draft_tokens=drafts,
+        options=our_options(),
+        sampling={"stop_token_ids": answers.stop},
+        engine={"enforce_eager": False, "compilation_config": graphs},
+    )
+
+
+@pytest.fixture(scope="module")
+def answers() -> TinyAnswers:
+    return TinyAnswers(ITEMS)
+
+
+@pytest.fixture(scope="module")
+def runs(answers: TinyAnswers) -> Iterator[dict[int, EngineRun]]:
+    found = run_engines([spec(answers, drafts) for drafts in CONCURRENCY], timeout_s=800)
+    for name, choice in sorted(found[0].status["choices"].items()):
+        print(f"{name}: {choice['choice']} ({choice['reason']})")
+    yield dict(zip(CONCURRENCY, found, strict=True))
+
+
+@pytest.mark.parametrize("drafts", CONCURRENCY)
+def test_answers_are_the_cpus_up_to_near_ties(
+    drafts: int, runs: dict[int, EngineRun], answers: TinyAnswers
+) -> None:
+    apart = answers.divergences(runs[drafts].tokens)
+    print(f"k = {drafts}: {len(apart)} of {ITEMS} answers leave the reference's at a near tie")
+    assert [one for one in apart if not one.gap <= NEAR_TIE] == []
+
+
+@pytest.mark.parametrize("drafts", [drafts for drafts in CONCURRENCY if drafts])
+def test_drafts_change_no_answer_but_at_near_ties(
+    drafts: int, runs: dict[int, EngineRun], answers: TinyAnswers
+) -> None:
+    different = {n for n in range(ITEMS) if runs[drafts].tokens[n] != runs[0].tokens[n]}
+    excused = {one.prompt for run in (runs[0], runs[drafts]) for one in answers.divergences(run.tokens)}
+    print(f"k = {drafts}: {len(different)} of {ITEMS} answers differ from those without drafts")
+    assert different <= excused and len(different) <= ITEMS // 20
+
+
+@pytest.mark.parametrize("drafts", CONCURRENCY)
+def test_accuracy_and_accept_length_are_the_cpus(
+    drafts: int, runs: dict[int, EngineRun], answers: TinyAnswers
+) -> None:
+    run = runs[drafts]
+    assert answers.exact_match(run.tokens) >= answers.exact_match(answers.tokens) - 1 / ITEMS
+    assert not run.status["faults"]
+    if drafts:
+        # The engine counts drafts past the end token too, so it may be above.
+        assert run.accept_length is not None and run.accept_length >= answers.accept_length(drafts) - 0.05
+
+
+@pytest.mark.parametrize("drafts", CONCURRENCY)
+def test_logits_of_decoded_and_verified_tokens_are_near_the_reference(
+    drafts: int, runs: dict[int, EngineRun], answers: TinyAnswers
+) -> None:
+    away = answers.distance(runs[drafts].tops, runs[drafts].tokens)
+    print(f"k = {drafts}: relative RMS distance of the best logits from fp32: {away:.4f}")
+    assert away <= LOGIT_BAR
