@@ -21,6 +21,36 @@ from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.draft_rows import DraftRows
 from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
 from vllm_ling.spec_decode.shared_head import SharedHead, unbind
+from vllm_ling.status import choose
+
+
+def fused_draft(layers: Any, vllm_config: VllmConfig, option: str) -> Any:
+    """The fused path of the MTP layer (built at its first batch), or None."""
+    parallel = vllm_config.parallel_config
+    single = (
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size == 1
+    )
+    if option == "layers" or not single or len(layers) != 1:
+        choose(
+            "draft decode",
+            "layers",
+            "ling.decode=layers" if option == "layers" else "not one layer on one GPU",
+        )
+        return None
+    from vllm_ling.decode.fused import FusedPath, build_draft
+
+    layer = next(iter(layers.values()))
+    return FusedPath("draft", option, lambda device: build_draft(layer, device), None)
+
+
+def draft_step(
+    layer: Any, built: Any, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states BF16 [tokens, hidden] of the MTP layer, of the embedding and the previous hidden states."""
+    joined = torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], dim=-1)
+    residual = torch.empty_like(embeds)
+    built.entry(joined, residual)
+    return layer.final_layernorm(built.body(residual, positions, None))
 
 
 class LingMTPModel(BailingMoeV3MTPModel):
@@ -44,6 +74,19 @@ class LingMTPModel(BailingMoeV3MTPModel):
             from vllm_ling.models.moe_block import install_moe_blocks
 
             install_moe_blocks(self, vllm_config)
+        self._fused = fused_draft(layers, vllm_config, options.decode) if current_platform.is_cuda() else None
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """As vLLM calls it: the fused path for a few tokens, else upstream's (compiled) forward."""
+        ids, hidden = inputs.get("input_ids"), inputs.get("hidden_states")
+        if self._fused is not None and not args and ids is not None and hidden is not None:
+            taken = self._fused.take(ids.shape[0], ids.device, "")
+            if taken is not None:
+                embeds = inputs.get("inputs_embeds")
+                embeds = self.model.embed_tokens(ids) if embeds is None else embeds
+                layer: Any = next(iter(self.model.layers.values()))
+                return draft_step(layer, taken[0], embeds, hidden, inputs["positions"])
+        return super().__call__(*args, **inputs)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """Draft logits [tokens, vocab] of `hidden_states` [tokens, hidden], through the proven head or rows of it only.

@@ -27,6 +27,11 @@ class LingOptions(BaseModel):
         "stock",
         description="Block-FP8 projections and the FP8 head on a GPU: vLLM's GEMM always, or ours for few tokens.",
     )
+    decode: Literal["auto", "fused", "layers"] = Field(
+        "auto",
+        description="Decode steps of a few tokens on a GPU: fused runs them through our kernels from norm to norm, "
+        "layers through vLLM's modules; auto is fused where moe and linear are ours and the model's shapes fit.",
+    )
     draft_vocab: str | None = Field(
         None,
         description="File of vllm-ling draft-vocab: the tokens that MTP may draft. It then reads fewer rows of "

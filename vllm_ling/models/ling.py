@@ -5,12 +5,13 @@ The stock class stays the parity oracle and the way back (`VLLM_LING_DISABLE=1`)
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 
 from vllm_ling.cpu.install import install_cpu_layers
 from vllm_ling.models.config_copy import with_ling_quantization
@@ -22,6 +23,24 @@ from vllm_ling.status import choose
 
 # This module is imported only where a Ling model is served, so other models never see the replaced layers.
 install_cpu_layers()
+
+
+def fused_target(model: Any, vllm_config: VllmConfig, option: str) -> Any:
+    """The fused decode path of `model` (built at its first batch), or None."""
+    parallel = vllm_config.parallel_config
+    reason = "" if option != "layers" else "ling.decode=layers"
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size > 1:
+        reason = "it serves one GPU"
+    attentions = [getattr(layer, "self_attn", None) for layer in model.model.layers]
+    kda = [attention.prefix for attention in attentions if hasattr(attention, "f_proj")]
+    if not kda:
+        reason = "there is no KDA layer whose plan describes a batch"
+    if reason:
+        choose("target decode", "layers", reason)
+        return None
+    from vllm_ling.decode.fused import FusedPath, build_target
+
+    return FusedPath("target", option, lambda device: build_target(model, device), kda[0])
 
 
 class LingForCausalLM(BailingMoeV3ForCausalLM):
@@ -42,8 +61,30 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
             from vllm_ling.models.moe_block import install_moe_blocks
 
             install_moe_blocks(self, vllm_config)
-        if parse_options(vllm_config.additional_config).linear == "ling" and not current_platform.is_cuda():
+        options = parse_options(vllm_config.additional_config)
+        if options.linear == "ling" and not current_platform.is_cuda():
             choose("linear decode", "stock", "ling.linear=ling needs an NVIDIA GPU")
+        # Set to a dict, it receives the residual stream after each layer of the fused path (eager execution only).
+        self.ling_taps: dict[int, torch.Tensor] | None = None
+        self._fused = fused_target(self, vllm_config, options.decode) if current_platform.is_cuda() else None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Hidden states BF16 [tokens, hidden] after the final norm, through the fused path or vLLM's layers."""
+        if self._fused is not None and input_ids is not None and intermediate_tensors is None:
+            unusual = "embeddings come from outside" if inputs_embeds is not None else ""
+            taken = self._fused.take(input_ids.shape[0], input_ids.device, unusual)
+            if taken is not None:
+                built, batch = taken
+                built.body.taps = self.ling_taps
+                residual = self.model.word_embeddings(input_ids)
+                return self.model.norm(built.body(residual, positions, batch))
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads every tensor of the checkpoint but the MTP layer's.

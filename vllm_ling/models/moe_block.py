@@ -46,16 +46,21 @@ class LingMoE(BailingMoeV3MoE):
         """The same through vLLM's layers."""
         return BailingMoeV3MoE.forward(self, hidden_states)
 
+    def current_weights(self) -> MoEWeights:
+        """The tensors that the kernel reads."""
+        decoder = self.ling_group.decoder
+        if decoder is not None and self.experts.routed_experts.w13_weight is not self.ling_source:
+            self.take_weights(decoder.shape)  # a reload has put new tensors in place
+        return self.ling_weights
+
     def decode(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The same through our kernel; at most `max_tokens` tokens."""
         decoder = self.ling_group.decoder
         assert decoder is not None
-        if self.experts.routed_experts.w13_weight is not self.ling_source:
-            self.take_weights(decoder.shape)  # a reload has put new tensors in place
         x = hidden_states.contiguous()
         return decoder(
             x,
-            self.ling_weights,
+            self.current_weights(),
             torch.empty_like(x),
             self.routed_scaling_factor,
             self.expert_swiglu_limit or 0.0,

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the fused path beside vLLM's layers: a batch it suits goes through it, every other one through vLLM.
+
+It is built at the first batch that it suits and that is not being captured, so after loading; vLLM warms up every
+batch size before it captures the size's graph. What keeps a model or a batch on vLLM's layers is logged once, with its
+reason.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from vllm_ling.decode.body import FusedBody, FusedLayer
+from vllm_ling.decode.from_vllm import (
+    Kernels,
+    Unsuitable,
+    attention_layer,
+    kda_batch,
+    mlp_layer,
+    norm_of,
+    projection,
+    states_problem,
+)
+from vllm_ling.decode.kda_step import KdaBatch
+from vllm_ling.decode.layers import KdaLayer, Projection, Workspace
+from vllm_ling.decode.policy import BatchFacts, choose_path
+from vllm_ling.quant.jit import default_cache
+from vllm_ling.status import choose, warning
+
+# What the FP8 kernels read about as fast as one token; the plan of the other kernels may allow less.
+MAX_TOKENS = 8
+_SPACES: dict[int, Workspace] = {}
+
+
+def _space(device: torch.device) -> Workspace:
+    """One workspace per device: target and draft take turns."""
+    return _SPACES.setdefault(device.index or 0, Workspace(MAX_TOKENS, device))
+
+
+class FusedPath:
+    """Decides per batch and builds on first use. `what` names the model in the log.
+
+    Args:
+        build: makes the path's layers from loaded modules; raises `Unsuitable`.
+        kda: prefix of a KDA layer, whose attention plan describes the batch; None if there is none.
+    """
+
+    def __init__(
+        self, what: str, option: str, build: Callable[[torch.device], "Built"], kda: str | None
+    ) -> None:
+        self._what, self._option, self._build, self._kda = what, option, build, kda
+        self._built: Built | None = None
+        self._refused = ""
+        self._said: set[str] = set()
+
+    def take(self, tokens: int, device: torch.device, unusual: str) -> "tuple[Built, KdaBatch | None] | None":
+        """The built path and the batch's sequences if this batch takes it, else None."""
+        if self._refused:
+            return None
+        facts, batch = self._facts(tokens, unusual)
+        path, reason = choose_path(facts)
+        if path == "fused" and self._built is None:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self._try_to_build(device)
+            if self._built is None:
+                return None
+            facts, batch = self._facts(tokens, unusual)
+            path, reason = choose_path(facts)
+        if facts.planned and reason not in self._said:
+            self._said.add(reason)
+            choose(f"{self._what} path: {reason}", path, f"ling.decode={self._option}")
+        return (self._built, batch) if path == "fused" and self._built is not None else None
+
+    def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, KdaBatch | None]:
+        most = self._built.most if self._built is not None else MAX_TOKENS
+        plans = get_forward_context().attn_metadata if is_forward_context_available() else None
+        plan = plans.get(self._kda) if isinstance(plans, dict) and self._kda is not None else plans
+        if not isinstance(plans, dict) or plan is None:
+            return BatchFacts(tokens, most, planned=False), None
+        if self._kda is None:
+            return BatchFacts(tokens, most, unusual=unusual), None
+        drafts = plan.spec_sequence_masks is not None
+        facts = BatchFacts(
+            tokens,
+            most,
+            prefills=plan.num_prefills,
+            mixed=drafts and plan.num_decodes > 0,
+            unusual=unusual,
+        )
+        if choose_path(facts)[0] != "fused" or not (drafts or plan.num_decodes):
+            return facts, None
+        batch, problem = kda_batch(plan, tokens)
+        if batch is None:
+            return BatchFacts(tokens, most, unusual=problem), None
+        return BatchFacts(tokens, most, longest=batch.longest), batch
+
+    def _try_to_build(self, device: torch.device) -> None:
+        try:
+            self._built = self._build(device)
+            choose(
+                f"{self._what} decode",
+                "fused",
+                f"up to {self._built.most} tokens; ling.decode={self._option}",
+            )
+        except Exception as error:  # whatever is wrong, vLLM's layers can serve
+            self._refused = (
+                str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}"
+            )
+            if self._option == "fused":
+                warning(f"ling.decode=fused cannot be honoured ({self._refused}); vLLM's layers decode")
+            choose(f"{self._what} decode", "layers", self._refused)
+
+
+class Built:
+    """Layers ready to run, for up to `most` tokens."""
+
+    def __init__(self, body: FusedBody, most: int, entry: Projection | None = None) -> None:
+        self.body, self.most, self.entry = body, most, entry
+
+
+def build_target(model: Any, device: torch.device) -> Built:
+    """The whole body of a `LingForCausalLM`.
+
+    Raises:
+        Unsuitable: naming what our kernels cannot serve.
+    """
+    kernels, layers, most = Kernels(device, default_cache()), [], MAX_TOKENS
+    for layer in model.model.layers:
+        fused = FusedLayer(
+            attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
+            mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
+        )
+        if isinstance(fused.attention, KdaLayer):
+            if problem := states_problem(fused.attention):
+                raise Unsuitable(problem)
+            most = min(most, fused.attention.step.max_tokens)
+        most = min(most, _most(fused))
+        layers.append(fused)
+    return Built(FusedBody(layers, _space(device), [model.lm_head.weight]), most)
+
+
+def build_draft(layer: Any, device: torch.device) -> Built:
+    """The MTP layer between the joined embedding and hidden state and its final norm.
+
+    Raises:
+        Unsuitable: naming what our kernels cannot serve.
+    """
+    kernels = Kernels(device, default_cache())
+    fused = FusedLayer(
+        attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
+        mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
+    )
+    entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
+    return Built(FusedBody([fused], _space(device), [layer.shared_head.head.weight]), _most(fused), entry)
+
+
+def _most(layer: FusedLayer) -> int:
+    """The most tokens that all kernels of a layer take."""
+    gemvs = [layer.attention.in_proj.gemv, layer.attention.out_proj.gemv]
+    counts = [gemv.max_tokens for gemv in gemvs]
+    decoder = getattr(layer.mlp, "decoder", None)
+    counts.append(decoder.max_tokens if decoder is not None else MAX_TOKENS)
+    return min(*counts, MAX_TOKENS)
