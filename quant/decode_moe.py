@@ -2,14 +2,13 @@
 """The MoE block kernel on one GPU: what it is compiled for, its buffers, its launch."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_ling.quant.jit import Gpu, prefetch_values
+from vllm_ling.quant.jit import Gpu
 from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 2, 4, 8)
@@ -223,7 +222,6 @@ class MoEDecoder:
         expert_map: torch.Tensor | None = None,
         topk: tuple[torch.Tensor, torch.Tensor] | None = None,
         norm: tuple[torch.Tensor, float] | None = None,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Routed plus shared experts of `x` (BF16 [tokens, hidden]) plus `residual` into `out`.
 
@@ -238,7 +236,6 @@ class MoEDecoder:
             expert_map: int32 [experts], global expert to local one, negative where another rank has it; or None.
             topk: (float32, int32) [tokens, top_k] that receive the routing, or None.
             norm: BF16 [hidden] weight and epsilon of an RMSNorm of `x` before the block, or None.
-            ahead: up to two tensors that the next launches read; asked for while memory is idle.
         """
         tokens = x.shape[0]
         p, kernel = self._kernels.pick(tokens)
@@ -258,11 +255,10 @@ class MoEDecoder:
         )
         norm_weight, eps = norm or (None, 0.0)
         values: tuple[Any, ...] = tuple(0 if t is None else t.data_ptr() for t in (*tensors, norm_weight))
-        values += prefetch_values(ahead, 2)
         values += (tokens, float(scaling), float(limit), float(shared_limit), float(eps))
         stream = torch.cuda.current_stream(x.device).cuda_stream
         kernel.launch((p.ctas, 1), 32 * p.warps, values, _TYPES, stream, self._pdl)
         return out
 
 
-_TYPES = (ctypes.c_void_p,) * 20 + (ctypes.c_int,) * 3 + (ctypes.c_float,) * 4
+_TYPES = (ctypes.c_void_p,) * 18 + (ctypes.c_int,) + (ctypes.c_float,) * 4

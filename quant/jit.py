@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -151,16 +151,6 @@ class Kernel:
         if attributes:
             config.attrs, config.numAttrs = attributes, len(attributes)
         _ok(driver, driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
-
-
-def prefetch_values(tensors: Sequence[Any], slots: int) -> tuple[int, ...]:
-    """Addresses, then sizes in bytes, of tensors that a kernel asks for ahead (`prefetch_l2`); zeros for unused slots.
-
-    Sizes are rounded down to the 16 bytes that the instruction takes.
-    """
-    sizes = [t.numel() * t.element_size() // 16 * 16 for t in tensors]
-    unused = (0,) * (slots - len(tensors))
-    return (*(t.data_ptr() for t in tensors), *unused, *sizes, *unused)
 
 
 def _ok(module: Any, result: tuple[Any, ...]) -> Any:

@@ -167,13 +167,3 @@ __device__ __forceinline__ void let_consumer_start() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-
-// Asks for memory that a later launch will read, so that it waits in L2 there: `bytes` from `at`, a share per CTA, one warp.
-// Addresses and sizes are multiples of 16; nothing is asked for where bytes is 0.
-__device__ __forceinline__ void prefetch_l2(const void *at, uint32_t bytes, int cta, int ctas) {
-  uint32_t share = ((bytes / 16 + ctas - 1) / ctas), piece = (share + 31) / 32;
-  uint32_t begin = cta * share + (threadIdx.x & 31) * piece, end = min(min(begin + piece, (cta + 1) * share), bytes / 16);
-  if (begin < end)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const uint8_t *)at + (size_t)begin * 16), "r"((end - begin) * 16)
-                 : "memory");
-}

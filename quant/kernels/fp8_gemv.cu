@@ -8,7 +8,7 @@
 // later ones begin. What is multiplied is x, its RMSNorm (PROLOGUE 1), the SwiGLU of rows of 2 K values (PROLOGUE 2) or x times a
 // factor for each 128 values (PROLOGUE 3).
 // Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, PROLOGUE, SECOND, THIRD, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
-#include "norm.cuh"
+#include "fp8_tile.cuh"
 
 #define COLUMNS ((TOKENS + 7) / 8 * 8)
 #define GROUPS_OF_8 (COLUMNS / 8)
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int first = (warp / KSPLIT) * gridDim.x + blockIdx.x;
   let_consumer_start();
 
-  // Piece `index` of this warp: 16 rows x 128 bytes. Odd rows have their halves swapped against bank conflicts.
+  // Piece `index` of this warp: 16 rows x 128 bytes.
   auto fetch = [&](int index) {
     int tile = first + index / STEPS * stride, block = part + index % STEPS * KSPLIT;
     if (tile < tiles && block < BLOCKS) {
@@ -62,11 +62,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       const uint8_t *from = tile < SECOND ? w + (size_t)tile * (16 * K)
                             : tile < THIRD ? w_second + (size_t)(tile - SECOND) * (16 * K)
                                            : w_third + (size_t)(tile - THIRD) * (16 * K);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        int row = i * 4 + lane / 8, chunk = lane % 8;
-        copy_async(slot + row * 8 + (chunk ^ ((row & 1) << 2)), from + (size_t)min(row, rows - 1 - tile * 16) * K + block * 128 + chunk * 16);
-      }
+      fetch_tile(slot, from, K, block, rows - 1 - tile * 16);
     }
     commit_copies();
   };
@@ -135,25 +131,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #else
         float(&sum)[GROUPS_OF_8][4] = acc;
 #endif
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          int chunk = (half * 4 + t) ^ ((g & 1) << 2);
-          uint4 low = slot[g * 8 + chunk], high = slot[(g + 8) * 8 + chunk], b[GROUPS_OF_8][2];
-#pragma unroll
-          for (int c = 0; c < GROUPS_OF_8; c++) {
-            b[c][0] = b[c][1] = make_uint4(0u, 0u, 0u, 0u);
-            const uint4 *column = (const uint4 *)(s.x + (c * 8 + g) * X_STRIDE + block * 128 + half * 64) + 2 * t;
-            if (c * 8 + g < tokens) b[c][0] = column[0], b[c][1] = column[1];
-          }
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            uint32_t l = word_of(low, j), h = word_of(high, j);
-            uint32_t a[4] = {mul_bf16x2(e4m3_pair_even(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_even(h), E4M3_MULTIPLIER),
-                             mul_bf16x2(e4m3_pair_odd(l), E4M3_MULTIPLIER), mul_bf16x2(e4m3_pair_odd(h), E4M3_MULTIPLIER)};
-#pragma unroll
-            for (int c = 0; c < GROUPS_OF_8; c++) mma_16816(sum[c], a, word_of(b[c][j / 2], j % 2 * 2), word_of(b[c][j / 2], j % 2 * 2 + 1));
-          }
-        }
+        multiply_tile<GROUPS_OF_8>(sum, slot, s.x, X_STRIDE, block, tokens);
 #if !ROW_SCALES
         const float *scale_row = tile < SECOND ? scales + tile / 8 * BLOCKS
                                  : tile < THIRD ? scales_second + (tile - SECOND) / 8 * BLOCKS

@@ -20,14 +20,9 @@ __device__ __forceinline__ uint32_t turned(uint32_t pair, const bf16_t *cos_sin)
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     mla_prepare(const bf16_t *__restrict__ projected, const bf16_t *__restrict__ normed, const long long *__restrict__ positions,
                 const bf16_t *__restrict__ cos_sin, const bf16_t *__restrict__ latent_norm, const bf16_t *__restrict__ gate_weight,
-                bf16_t *__restrict__ query, bf16_t *__restrict__ latent, bf16_t *__restrict__ key, float *__restrict__ gate,
-                const void *next0, const void *next1, const void *next2, int next0_bytes, int next1_bytes, int next2_bytes, float eps) {
+                bf16_t *__restrict__ query, bf16_t *__restrict__ latent, bf16_t *__restrict__ key, float *__restrict__ gate, float eps) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y;
   let_consumer_start();
-  if (warp == WARPS - 1) {
-    int cta = blockIdx.y * gridDim.x + blockIdx.x, ctas = gridDim.x * gridDim.y;
-    prefetch_l2(next0, next0_bytes, cta, ctas), prefetch_l2(next1, next1_bytes, cta, ctas), prefetch_l2(next2, next2_bytes, cta, ctas);
-  }
   const bf16_t *turn = cos_sin + (size_t)positions[token] * ROPE, *from = projected + (size_t)token * PROJECTED;
   if (blockIdx.x == 0) {
     wait_for_producer();

@@ -98,8 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const uint8_t *__restrict__ s13, const uint8_t *__restrict__ w2, const uint8_t *__restrict__ s2,
               const uint8_t *__restrict__ shared_w13, const float *__restrict__ shared_s13, const uint8_t *__restrict__ shared_w2,
               const float *__restrict__ shared_s2, Scratch *scratch, bf16_t *out, float *__restrict__ topk_weights,
-              int *__restrict__ topk_ids, const bf16_t *__restrict__ norm_weight, const void *next0, const void *next1, int next0_bytes,
-              int next1_bytes, int tokens, float scaling, float limit, float shared_limit, float eps) {
+              int *__restrict__ topk_ids, const bf16_t *__restrict__ norm_weight, int tokens, float scaling, float limit, float shared_limit, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -120,8 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch->barrier[2][0] = 0;  // the launch before is over
   stage_x8(s, x, norm_weight, norm, eps, tokens);
   __syncthreads();
-  // While the router is decided memory would be idle: let it fetch what the next launches read.
-  if (warp == WARPS - 1) prefetch_l2(next0, next0_bytes, blockIdx.x, GRID), prefetch_l2(next1, next1_bytes, blockIdx.x, GRID);
   router_logits(s, scratch, gate, gate_part, tokens);
   arrive_at(scratch->barrier[0]);
   shared_items<HIDDEN, SHARED_UP_TILES, SHARED_UP_QUOTA>(s.sums, item, shared_w13, shared_s13, s.x8, X8_STRIDE, tokens);

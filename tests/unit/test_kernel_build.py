@@ -25,6 +25,9 @@ GEMV: dict[str, int | str] = {
     "STAGES": 2,
     "ROW_SCALES": 1,
     "ARGMAX": 0,
+    "PROLOGUE": 0,
+    "SECOND": 1 << 30,
+    "THIRD": 1 << 30,
     "USE_PDL": 1,
     "SHARED_BYTES": 48 * 1024,
 }

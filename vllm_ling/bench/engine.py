@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ling.checkpoint.synthetic import mini_config
+from vllm_ling.errors import LingError
 from vllm_ling.roofline.models import PUBLISHED
 
 
@@ -39,6 +40,8 @@ def start(folder: Path, options: dict[str, Any] | None = None, **engine: Any) ->
     }
     from vllm import LLM
 
+    from vllm_ling.status import STATUS
+
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -51,7 +54,14 @@ def start(folder: Path, options: dict[str, Any] | None = None, **engine: Any) ->
     }
     if options is not None:
         settings["additional_config"] = {"ling": options}
-    return LLM(model=str(folder), **(settings | engine))
+    llm = LLM(model=str(folder), **(settings | engine))
+    if options is not None and STATUS.state != "active":
+        # Without this, stock vLLM would be measured under our name.
+        raise LingError(
+            f"the plugin is {STATUS.state} in the engine's process ({STATUS.reason or 'no entry point was found'}); "
+            "install vllm-ling so that vLLM finds it, or set PYTHONPATH to where its metadata lies"
+        )
+    return llm
 
 
 def inside(llm: Any, function: Callable[[Any], Any]) -> Any:

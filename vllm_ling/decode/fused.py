@@ -139,7 +139,7 @@ def build_target(model: Any, device: torch.device) -> Built:
             most = min(most, fused.attention.step.max_tokens)
         most = min(most, _most(fused))
         layers.append(fused)
-    return Built(FusedBody(layers, _space(device), [model.lm_head.weight]), most)
+    return Built(FusedBody(layers, _space(device)), most)
 
 
 def build_draft(layer: Any, device: torch.device) -> Built:
@@ -154,7 +154,7 @@ def build_draft(layer: Any, device: torch.device) -> Built:
         mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
     )
     entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
-    return Built(FusedBody([fused], _space(device), [layer.shared_head.head.weight]), _most(fused), entry)
+    return Built(FusedBody([fused], _space(device)), _most(fused), entry)
 
 
 def _most(layer: FusedLayer) -> int:

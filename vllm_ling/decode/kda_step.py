@@ -2,13 +2,12 @@
 """KDA between its projections on one GPU: shape, weights, batch and launch of kernels/kda_step.cu."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vllm_ling.quant.jit import Gpu, prefetch_values
+from vllm_ling.quant.jit import Gpu
 from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 2, 4, 8)
@@ -125,7 +124,6 @@ class KdaStep:
         states: KdaStates,
         batch: KdaBatch,
         out: torch.Tensor,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """Advances the states and writes what the output projection multiplies.
 
@@ -136,7 +134,6 @@ class KdaStep:
             states: updated in place.
             batch: its sequences.
             out: BF16 [tokens, heads * 128].
-            ahead: up to three tensors that the next launches read.
         """
         _, kernel = self._kernels.pick(batch.longest)
         conv, recurrent = states.conv, states.recurrent
@@ -144,7 +141,7 @@ class KdaStep:
         tensors = (projected, normed, *layer, conv, recurrent, batch.slots)
         values: tuple[int | float, ...] = tuple(t.data_ptr() for t in tensors)
         values += tuple(0 if t is None else t.data_ptr() for t in (batch.starts, batch.accepted))
-        values += (out.data_ptr(), *prefetch_values(ahead, 3), *conv.stride(), recurrent.stride(0))
+        values += (out.data_ptr(), *conv.stride(), recurrent.stride(0))
         values += (batch.slots.stride(0), float(w.lower_bound), float(w.eps))
         stream = torch.cuda.current_stream(projected.device).cuda_stream
         grid = (self.shape.heads * _SPLIT, batch.slots.shape[0])
@@ -153,8 +150,7 @@ class KdaStep:
 
 
 _TYPES = (
-    *(ctypes.c_void_p,) * 18,
-    *(ctypes.c_int,) * 3,
+    *(ctypes.c_void_p,) * 15,
     *(ctypes.c_longlong,) * 4,
     ctypes.c_int,
     *(ctypes.c_float,) * 2,

@@ -2,8 +2,8 @@
 """The layers of the fused path: each adds its part to the residual stream in place, in as few launches as it takes.
 
 A KDA layer is three launches (norm and projections; convolutions to gated norm; output projection), an MoE block one,
-an MLA layer three around vLLM's attention, a dense MLP two. While a launch leaves memory idle it asks for what the next
-ones read (`ahead`).
+an MLA layer three around vLLM's attention, a dense MLP two. For a single sequence KDA needs two. Every launch starts
+while the one before still runs and fills its shared memory with weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_ling.decode.kda_single import KdaSingle
 from vllm_ling.decode.kda_step import KdaBatch, KdaStates, KdaStep, KdaWeights
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaWeights
 from vllm_ling.quant.decode_moe import MoEDecoder, MoEWeights
@@ -61,22 +62,23 @@ class KdaLayer:
     norm: Norm
     in_proj: Projection
     step: KdaStep
+    single: KdaSingle | None
     weights: KdaWeights
     states: Callable[[], KdaStates]
     out_proj: Projection
 
-    def __call__(
-        self, residual: torch.Tensor, space: Workspace, batch: KdaBatch, ahead: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, residual: torch.Tensor, space: Workspace, batch: KdaBatch) -> None:
         """Adds the layer's output to `residual`, BF16 [tokens, hidden]."""
         tokens, hidden = residual.shape
-        projected = space.take("projected", tokens, self.in_proj.rows)
-        normed = space.take("normed", tokens, hidden)
         mixed = space.take("mixed", tokens, self.out_proj.gemv.shape.k)
-        self.in_proj(residual, projected, norm=self.norm, normed=normed)
-        self.step(
-            projected, normed, self.weights, self.states(), batch, mixed, (*self.out_proj.weight, *ahead)
-        )
+        if self.single is not None and batch.slots.shape[0] == 1 and tokens <= self.single.max_tokens:
+            projections = (self.in_proj.weight, self.in_proj.scales)
+            self.single(residual, self.norm, *projections, self.weights, self.states(), batch, mixed)
+        else:
+            projected = space.take("projected", tokens, self.in_proj.rows)
+            normed = space.take("normed", tokens, hidden)
+            self.in_proj(residual, projected, norm=self.norm, normed=normed)
+            self.step(projected, normed, self.weights, self.states(), batch, mixed)
         self.out_proj(mixed, residual, residual=residual)
 
 
@@ -91,13 +93,7 @@ class MlaLayer:
     attend: Callable[[MlaInputs], torch.Tensor]
     out_proj: Projection
 
-    def __call__(
-        self,
-        residual: torch.Tensor,
-        space: Workspace,
-        positions: torch.Tensor,
-        ahead: Sequence[torch.Tensor],
-    ) -> None:
+    def __call__(self, residual: torch.Tensor, space: Workspace, positions: torch.Tensor) -> None:
         """Adds the layer's output to `residual`, BF16 [tokens, hidden]; `positions` int64 [tokens]."""
         tokens, hidden = residual.shape
         shape = self.prepare.shape
@@ -111,7 +107,7 @@ class MlaLayer:
             gate=space.take("gate", tokens, shape.heads, torch.float32),
         )
         self.in_proj(residual, projected, norm=self.norm, normed=normed)
-        self.prepare(projected, normed, positions, self.weights, inputs, (*self.out_proj.weight, *ahead))
+        self.prepare(projected, normed, positions, self.weights, inputs)
         attended = self.attend(inputs)
         self.out_proj(attended, residual, residual=residual, factors=inputs.gate)
 
@@ -127,7 +123,7 @@ class MoELayer:
     limit: float
     shared_limit: float
 
-    def __call__(self, residual: torch.Tensor, space: Workspace, ahead: Sequence[torch.Tensor]) -> None:
+    def __call__(self, residual: torch.Tensor, space: Workspace) -> None:
         """Adds the block's output to `residual`, BF16 [tokens, hidden]."""
         self.decoder(
             residual,
@@ -138,13 +134,7 @@ class MoELayer:
             self.shared_limit,
             residual=residual,
             norm=self.norm,
-            ahead=ahead,
         )
-
-    def early(self) -> tuple[torch.Tensor, ...]:
-        """What the block reads before its experts are known."""
-        w = self.weights()
-        return w.gate, w.shared_w13
 
 
 @dataclass(frozen=True)
@@ -155,12 +145,8 @@ class DenseLayer:
     up: Projection
     down: Projection
 
-    def __call__(self, residual: torch.Tensor, space: Workspace, ahead: Sequence[torch.Tensor]) -> None:
+    def __call__(self, residual: torch.Tensor, space: Workspace) -> None:
         """Adds the MLP's output to `residual`, BF16 [tokens, hidden]."""
         gate_up = space.take("gate_up", residual.shape[0], self.up.rows)
         self.up(residual, gate_up, norm=self.norm)
         self.down(gate_up, residual, residual=residual)
-
-    def early(self) -> tuple[torch.Tensor, ...]:
-        """Its first weights are too many to be fetched ahead."""
-        return ()

@@ -2,13 +2,12 @@
 """What lies between an MLA layer's first projection and its attention: shape and launch of kernels/mla_prepare.cu."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vllm_ling.quant.jit import Gpu, Kernel, build, prefetch_values
+from vllm_ling.quant.jit import Gpu, Kernel, build
 
 _WARPS = 4
 
@@ -97,7 +96,6 @@ class MlaPrepare:
         positions: torch.Tensor,
         w: MlaWeights,
         into: MlaInputs,
-        ahead: Sequence[torch.Tensor] = (),
     ) -> MlaInputs:
         """Fills `into`.
 
@@ -107,15 +105,14 @@ class MlaPrepare:
             positions: int64 [tokens].
             w: the layer.
             into: see `MlaInputs`; contiguous.
-            ahead: up to three tensors that the next launches read.
         """
         outputs = (into.query, into.latent, into.key, into.gate)
         tensors = (projected, normed, positions, w.cos_sin, w.latent_norm, w.gate, *outputs)
-        values = (*(t.data_ptr() for t in tensors), *prefetch_values(ahead, 3), float(w.eps))
+        values = (*(t.data_ptr() for t in tensors), float(w.eps))
         stream = torch.cuda.current_stream(projected.device).cuda_stream
         grid = (1 + self.shape.heads // _WARPS, projected.shape[0])
         self._kernel.launch(grid, 32 * _WARPS, values, _TYPES, stream, self._pdl)
         return into
 
 
-_TYPES = (*(ctypes.c_void_p,) * 13, *(ctypes.c_int,) * 3, ctypes.c_float)
+_TYPES = (*(ctypes.c_void_p,) * 10, ctypes.c_float)

@@ -31,7 +31,7 @@ def fused_target(model: Any, vllm_config: VllmConfig, option: str) -> Any:
     reason = "" if option != "layers" else "ling.decode=layers"
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size > 1:
         reason = "it serves one GPU"
-    attentions = [getattr(layer, "self_attn", None) for layer in model.model.layers]
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in model.model.layers]
     kda = [attention.prefix for attention in attentions if hasattr(attention, "f_proj")]
     if not kda:
         reason = "there is no KDA layer whose plan describes a batch"
