@@ -172,6 +172,8 @@ def own_config(config: VllmConfig) -> VllmConfig:
     """A copy in which layers can be registered without the server's model seeing them."""
     own, compilation = copy.copy(config), copy.copy(config.compilation_config)
     compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
+    # Otherwise vLLM finds layers by the order in which they are called, each once per forward pass.
+    compilation.fast_moe_cold_start = False
     # Blocks run eagerly here, where the plain torch forms that inductor would fuse cost a launch for every step.
     compilation.custom_ops = ["all"]
     own.compilation_config = compilation

@@ -20,8 +20,8 @@ class LingOptions(BaseModel):
     )
     moe: Literal["auto", "ling", "humming", "marlin", "reference"] = Field(
         "auto",
-        description="Backend of the routed MXFP4 experts. On a GPU ling decodes up to 8 tokens with our kernel and "
-        "leaves the rest to Humming.",
+        description="Backend of the routed MXFP4 experts. On a GPU auto times them at load; ling decodes up to 8 tokens "
+        "with our kernel and leaves the rest to Humming.",
     )
     linear: Literal["stock", "ling"] = Field(
         "stock",
