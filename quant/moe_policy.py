@@ -59,9 +59,9 @@ def choose_moe(option: str, facts: MoEFacts) -> tuple[MoEChoice, str]:
         # vLLM's first picks for these formats fuse the activation into the GEMM, out of the clamp's reach.
         return (
             "triton",
-            f"auto: clamped {facts.fmt} experts need a backend whose activation is a separate step",
+            f"{option}: clamped {facts.fmt} experts need a backend whose activation is a separate step",
         )
-    return "stock", f"auto: vLLM's own choice for {facts.fmt} experts (--moe-backend {facts.cli_backend})"
+    return "stock", f"{option}: vLLM's own choice for {facts.fmt} experts (--moe-backend {facts.cli_backend})"
 
 
 def measures(option: str, facts: MoEFacts) -> bool:

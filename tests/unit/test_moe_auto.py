@@ -150,6 +150,7 @@ def test_where_nothing_is_measured_the_reason_says_so(facts: AutoFacts, words: t
         ("auto", MoEFacts("fp8", "cuda", False, "auto"), False),
         ("auto", MoEFacts("int4", "cuda", False, "auto"), False),
         ("ling", MoEFacts("mxfp4", "cuda", False, "auto"), False),
+        ("stock", MoEFacts("mxfp4", "cuda", False, "auto"), False),
         ("humming", MoEFacts("mxfp4", "cuda", False, "auto"), False),
         ("reference", MoEFacts("mxfp4", "cuda", False, "auto"), False),
     ],

@@ -210,6 +210,18 @@ EXPERTS = [
         but(STATIC, gpu={"gpu.names": ["unreadable"]}),
     ),
     Fault(
+        "nothing measured for a GB10, by option",
+        "moe_backend",
+        "warn",
+        "--moe-backend humming",
+        but(
+            STATIC,
+            gpu=GB10,
+            words=words("--additional-config", '{"ling": {"moe": "stock"}}', leave="--moe-backend"),
+        ),
+        but(STATIC, gpu=GB10, words=words(leave="--moe-backend")),
+    ),
+    Fault(
         "no Humming for an H200",
         "moe_backend",
         "warn",

@@ -62,7 +62,9 @@ def _asked(facts: Facts) -> str:
     option = facts.get("serve.ling", {}).get("moe", "auto")
     nested = facts.get("serve.moe_backend_nested", "auto")
     asked = facts.get("serve.moe_backend") or "auto"
-    return str(next((name for name in (option, nested, asked) if name not in ("auto", None)), "auto"))
+    return str(
+        next((name for name in (option, nested, asked) if name not in ("auto", "stock", None)), "auto")
+    )
 
 
 @check("static", "log", "live")
@@ -133,7 +135,8 @@ def _backend_to_come(facts: Facts) -> Verdict:
     # On 9.0 vLLM prefers Humming by itself, if it is there.
     installed = facts["installed.humming"]
     plugin_off = facts.get("installed.disabled") or facts.get("installed.filtered")
-    if asked == "auto" and installed and not plugin_off:
+    measures = asked == "auto" and facts["serve.ling"].get("moe", "auto") == "auto"
+    if measures and installed and not plugin_off:
         return ok("ling.moe=auto times Humming, Marlin and the plugin's kernel at load and takes the fastest")
     if asked == "auto" and (capability >= 120 or (capability == 90 and not installed)):
         return warn(
