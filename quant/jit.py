@@ -67,12 +67,12 @@ def build(source: str, defines: Mapping[str, int | str], arch: str, cache: Path 
     Raises:
         CompileError: with the compiler's log.
     """
-    key = _key(source, defines, arch)
+    key = kernel_key(source, defines, arch)
     path = None if cache is None else cache / f"{Path(source).stem}-{arch}-{key[:20]}.cubin"
-    if path is not None and (cubin := _read(path, key)) is not None:
+    if path is not None and (cubin := read_entry(path, key)) is not None:
         return Built(cubin, "cache")
     cubin = compile_source(source, defines, arch)
-    problem = None if path is None else _write(path, key, cubin)
+    problem = None if path is None else write_entry(path, key, cubin)
     return Built(cubin, "compiled" if problem is None else f"compiled (cache: {problem})")
 
 
@@ -173,7 +173,8 @@ def _compiler() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def _key(source: str, defines: Mapping[str, int | str], arch: str) -> str:
+def kernel_key(source: str, defines: Mapping[str, int | str], arch: str) -> str:
+    """Digest of everything that a binary depends on: sources, defines, architecture, compiler."""
     digest = hashlib.sha256()
     for part in (
         (_FOLDER / source).read_bytes(),
@@ -184,25 +185,27 @@ def _key(source: str, defines: Mapping[str, int | str], arch: str) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, key: str) -> bytes | None:
+def read_entry(path: Path, key: str) -> bytes | None:
+    """What `write_entry` kept under `key`; None if it is missing, damaged or another's."""
     try:
-        head, _, cubin = path.read_bytes().partition(b"\n")
+        head, _, content = path.read_bytes().partition(b"\n")
         facts = json.loads(head)
     except (OSError, ValueError):
         return None
     if not isinstance(facts, dict) or facts.get("key") != key:
         return None
-    return cubin if facts.get("sha256") == hashlib.sha256(cubin).hexdigest() else None
+    return content if facts.get("sha256") == hashlib.sha256(content).hexdigest() else None
 
 
-def _write(path: Path, key: str, cubin: bytes) -> str | None:
-    head = json.dumps({"key": key, "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
+def write_entry(path: Path, key: str, content: bytes) -> str | None:
+    """Writes one cache entry, whole or not at all; why that failed, or None."""
+    head = json.dumps({"key": key, "sha256": hashlib.sha256(content).hexdigest()}).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(head + b"\n" + cubin)
+                file.write(head + b"\n" + content)
             os.replace(name, path)
         except OSError:
             Path(name).unlink(missing_ok=True)

@@ -59,6 +59,11 @@ def choose_moe(option: str, facts: MoEFacts) -> tuple[MoEChoice, str]:
         # vLLM's first picks for these formats fuse the activation into the GEMM, out of the clamp's reach.
         return (
             "triton",
-            f"auto: clamped {facts.fmt} experts need a backend whose activation is a separate step",
+            f"{option}: clamped {facts.fmt} experts need a backend whose activation is a separate step",
         )
-    return "stock", f"auto: vLLM's own choice for {facts.fmt} experts (--moe-backend {facts.cli_backend})"
+    return "stock", f"{option}: vLLM's own choice for {facts.fmt} experts (--moe-backend {facts.cli_backend})"
+
+
+def measures(option: str, facts: MoEFacts) -> bool:
+    """Whether `auto` times the backends here: only on a GPU, for MXFP4 experts, and where the user names none."""
+    return (option, facts.fmt, facts.device, facts.cli_backend) == ("auto", "mxfp4", "cuda", "auto")

@@ -35,10 +35,19 @@ WORKAROUNDS = (
         remove_when="vLLM offers a registration function for VerifyAndUpdateConfig classes",
     ),
     Workaround(
-        what="with ling.moe=ling, BailingMoeV3MoE blocks of a loaded Ling model become LingMoE (models/moe_block.py)",
+        what="where our MoE kernel decodes (ling.moe), BailingMoeV3MoE blocks of a loaded Ling model become LingMoE "
+        "(models/moe_block.py)",
         why="router, experts and shared expert run in one launch, and vLLM's backend seams start below the router",
         upstream="fused-MoE backends get top-k ids; the model builds its blocks by class name",
         remove_when="a MoE runner class can be chosen per model and is given the router's weights",
+    ),
+    Workaround(
+        what="while ling.moe=auto tries backends, vllm.logger._print_info_once drops the lines of vLLM's MoE layers "
+        "(quant/moe_measure.py)",
+        why="vLLM names a layer's backend once per process: a candidate's line would look like that of the one that "
+        "serves, and the serving one's would be missing",
+        upstream="init_logger's info_once has no scope (vllm/logger.py)",
+        remove_when="the choice of a MoE backend can be asked for without logging it",
     ),
     Workaround(
         what="on the CPU, vllm.v1.sample.rejection_sampler.expand_batch_to_tokens becomes ours (cpu/sampling.py)",

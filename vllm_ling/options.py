@@ -18,10 +18,10 @@ class LingOptions(BaseModel):
         "auto",
         description="Output head; fp8 quantizes a BF16 head while loading, auto means fp8 unless forbidden.",
     )
-    moe: Literal["auto", "ling", "humming", "marlin", "reference"] = Field(
+    moe: Literal["auto", "ling", "humming", "marlin", "stock", "reference"] = Field(
         "auto",
-        description="Backend of the routed MXFP4 experts. On a GPU ling decodes up to 8 tokens with our kernel and "
-        "leaves the rest to Humming.",
+        description="Backend of the routed MXFP4 experts. On a GPU auto times them at load and stock is vLLM's choice; "
+        "ling decodes up to 8 tokens with our kernel and leaves the rest to Humming.",
     )
     linear: Literal["stock", "ling"] = Field(
         "stock",

@@ -3,13 +3,22 @@
 
 from typing import Any
 
-from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, STATIC, but, lines, live, without
+from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, STATIC, Evidence, but, lines, live, without
 from tests.doctor.faults.common import NO_CHECKPOINT, Fault, record, words
 
 
 def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
     """The record's choices with one more."""
     return {**GPU_RECORD["choices"], what: {"what": what, "choice": choice, "reason": reason}}
+
+
+def measured(reason: str, what: str, choice: str) -> Evidence:
+    """A live server on a GB10 whose ling.moe=auto measured, with one choice more."""
+    choices = own_kernel("moe mxfp4", "humming", reason) | {
+        what: {"what": what, "choice": choice, "reason": "x"}
+    }
+    info = {"moe_backend": "auto", "moe": "auto"}
+    return but(live(LIVE, info=info, record={**GPU_RECORD, "choices": choices}), gpu=GB10)
 
 
 OWN = live(
@@ -41,6 +50,23 @@ EXPERTS = [
         ),
         but(LIVE, gpu=GB10),
         record(choices={}),
+    ),
+    Fault(
+        "Marlin on a GB10, nothing measured",
+        "moe_backend",
+        "warn",
+        "--moe-backend humming",
+        measured("auto: vLLM's own choice; nothing could be measured: x", "moe backend", "MARLIN"),
+        measured("auto measured marlin fastest, us a block: marlin 70.1/95.2", "moe backend", "MARLIN"),
+    ),
+    Fault(
+        "measured decode kernel not honoured",
+        "decode_kernels",
+        "fail",
+        "moe decode = stock",
+        measured("auto measured ling fastest, us a block: ling 21.0/45.2", "moe decode", "stock"),
+        measured("auto measured ling fastest, us a block: ling 21.0/45.2", "moe decode", "ling"),
+        measured("auto measured ling fastest, us a block: ling 21.0/45.2", "moe backend", "HUMMING"),
     ),
     Fault(
         "decode kernel not honoured",
@@ -179,9 +205,21 @@ EXPERTS = [
         "moe_backend",
         "warn",
         "--moe-backend humming",
+        but(STATIC, gpu=GB10, words=words(leave="--moe-backend"), env={"VLLM_LING_DISABLE": "1"}),
         but(STATIC, gpu=GB10, words=words(leave="--moe-backend")),
-        but(STATIC, gpu=GB10),
         but(STATIC, gpu={"gpu.names": ["unreadable"]}),
+    ),
+    Fault(
+        "nothing measured for a GB10, by option",
+        "moe_backend",
+        "warn",
+        "--moe-backend humming",
+        but(
+            STATIC,
+            gpu=GB10,
+            words=words("--additional-config", '{"ling": {"moe": "stock"}}', leave="--moe-backend"),
+        ),
+        but(STATIC, gpu=GB10, words=words(leave="--moe-backend")),
     ),
     Fault(
         "no Humming for an H200",

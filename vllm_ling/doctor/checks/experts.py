@@ -9,6 +9,9 @@ from vllm_ling.doctor.registry import check
 _BACKEND = "moe backend"  # what vLLM's own method resolved to
 _OWN = ("torch", "reference")
 _DECODE = "moe decode"  # the plugin's own kernel for few tokens, beside the backend
+_MEASURED = (
+    "auto measured "  # how the reason of ling.moe=auto begins where it timed the backends (quant/moe_auto.py)
+)
 _SLOW = {"EMULATION": "dequantizes the experts at every call"}
 _8_BIT_ACTIVATIONS = ("MXFP8", "_FP8", "MXFP4_MXFP4")
 _ALIASES = {
@@ -48,19 +51,29 @@ def _format(facts: Facts) -> str | None:
     return next((kind for kind in kinds if kind not in ("decode", "backend")), None)
 
 
+def _measured(facts: Facts) -> str:
+    """What ling.moe=auto measured, with its figures; empty where it did not measure."""
+    recorded = facts.get("record.choices", {})
+    reasons = (reason for what, (_, reason) in recorded.items() if what.startswith("moe "))
+    return next((reason for reason in reasons if reason.startswith(_MEASURED)), "")
+
+
 def _asked(facts: Facts) -> str:
     option = facts.get("serve.ling", {}).get("moe", "auto")
     nested = facts.get("serve.moe_backend_nested", "auto")
     asked = facts.get("serve.moe_backend") or "auto"
-    return str(next((name for name in (option, nested, asked) if name not in ("auto", None)), "auto"))
+    return str(
+        next((name for name in (option, nested, asked) if name not in ("auto", "stock", None)), "auto")
+    )
 
 
 @check("static", "log", "live")
 def moe_backend(facts: Facts) -> Verdict:
     """The routed experts run on a fast backend for this GPU, and on the one that was asked for.
 
-    On a GB10 vLLM picks Marlin by itself; Humming must be asked for. Emulation dequantizes at every call, and experts
-    that became BF16 read almost four times the bytes.
+    ling.moe=auto times the backends at load and takes the fastest. Where it cannot, vLLM picks: Marlin on a GB10, where
+    Humming must be asked for. Emulation dequantizes at every call, and experts that became BF16 read almost four times
+    the bytes.
     """
     if facts.sources == {"static"}:
         return _backend_to_come(facts)
@@ -87,6 +100,8 @@ def moe_backend(facts: Facts) -> Verdict:
                 "see the server log for vLLM's reason",
                 _humming(facts.get("gpu.capability")) if asked == "humming" else "",
             )
+    if asked == "auto" and (measured := _measured(facts)):
+        return ok(f"{fmt or 'experts'} on {shown}: {measured}")
     capability = facts.get("gpu.capability")
     if any("MARLIN" in name.upper() for name in names) and asked == "auto" and fmt == "mxfp4":
         if capability is None:
@@ -119,6 +134,10 @@ def _backend_to_come(facts: Facts) -> Verdict:
         )
     # On 9.0 vLLM prefers Humming by itself, if it is there.
     installed = facts["installed.humming"]
+    plugin_off = facts.get("installed.disabled") or facts.get("installed.filtered")
+    measures = asked == "auto" and facts["serve.ling"].get("moe", "auto") == "auto"
+    if measures and installed and not plugin_off:
+        return ok("ling.moe=auto times Humming, Marlin and the plugin's kernel at load and takes the fastest")
     if asked == "auto" and (capability >= 120 or (capability == 90 and not installed)):
         return warn(
             f"no --moe-backend{'' if installed else ', and no module `humming`'}: vLLM would take Marlin on compute "
@@ -141,7 +160,7 @@ def _humming(capability: int | None) -> str:
 
 @check("log", "live")
 def decode_kernels(facts: Facts) -> Verdict:
-    """The plugin's own decode kernels run where they were asked for (ling.moe=ling, ling.linear=ling).
+    """The plugin's own decode kernels run where ling.moe=ling or ling.linear=ling asks, or auto found them best.
 
     They are built and compared with vLLM's path at load. One that cannot be built, or that disagrees, leaves the work
     to vLLM: the server runs as before, without the speed that was meant.
@@ -155,6 +174,8 @@ def decode_kernels(facts: Facts) -> Verdict:
         )
         if "ling" in (option, given.get(name))
     }
+    if _measured(facts).startswith(f"{_MEASURED}ling "):
+        asked.add("moe")
     if not asked and "serve.ling" not in facts and "serve.moe_option" not in facts:
         return unknown(f"{facts['serve.ling']}")
     if not asked:
@@ -173,7 +194,7 @@ def decode_kernels(facts: Facts) -> Verdict:
                 "mend what the reason names (vllm-ling tune builds kernels ahead), or leave the option out",
             )
     if "moe" in asked and _DECODE not in own:
-        return unknown("ling.moe=ling was asked for, but the plugin recorded no decision about it")
+        return unknown("the MoE kernel was asked for, but the plugin recorded no decision about it")
     if "linear" in asked and not any(what.startswith("linear ") for what in own):
         return unknown("ling.linear=ling was asked for, but the plugin recorded no decision about it")
     return ok(f"on the plugin's own kernels: {', '.join(sorted(own))}")
