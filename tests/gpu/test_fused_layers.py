@@ -9,7 +9,6 @@ import torch
 
 from vllm_ling.bench.chain import Chain, random_kda
 from vllm_ling.bench.layers import random_fp8
-from vllm_ling.decode.kda_single import KdaSingle
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
 from vllm_ling.decode.reference import kda_step_reference, mla_prepare_reference, rms_norm
@@ -113,43 +112,6 @@ def test_kda_step(name: str, dim_first: bool, pdl: bool, device: torch.device, s
             KDA, projected, normed, dataclasses.replace(w, **change), copy.deepcopy(before), batch
         )
         assert rms(out, wrong) > RMS, change
-
-
-@pytest.fixture(scope="module")
-def single(device: torch.device) -> KdaSingle:
-    return KdaSingle(KDA, gpu_of(device), default_cache())
-
-
-@pytest.mark.parametrize("name", ["one", "verify 4 after 1", "verify 4 after 3", "verify 8 after 8"])
-def test_kda_single(name: str, device: torch.device, single: KdaSingle) -> None:
-    """Norm and projections of one sequence in the same launch: as the two references, one after the other."""
-    batch, tokens = BATCHES[name]()
-    w, wide = random_kda(KDA, device), KDA.heads * 128
-    norm = ((1 + normal(KDA.hidden, scale=0.1)).bfloat16(), 1e-6)
-    made = [random_fp8(rows, KDA.hidden, device) for rows in (3 * wide, wide, wide)]
-    weights, scales = [codes for codes, _ in made], [scale for _, scale in made]
-    dense = torch.cat([dequantize_block_fp8(codes, scale) for codes, scale in made])
-    pool = KdaStates(normal(12, 10, 3 * wide).bfloat16().mT, normal(12, KDA.heads, 128, 128, scale=0.3))
-    x = (normal(tokens, KDA.hidden) * 4).bfloat16()
-    # Rounded where vLLM's kernels round: the norm, and the projections, which become the convolution's history.
-    normed = (rms_norm(x, torch.ones_like(norm[0]), 1e-6).bfloat16() * norm[0]).bfloat16()
-    projected = (normed.float() @ dense.T).bfloat16()
-    before, exact_pool = copy.deepcopy(pool), copy.deepcopy(pool)
-    exact = kda_step_reference(KDA, projected, normed, w, exact_pool, batch)
-    out = torch.full((tokens, wide), torch.nan, device=device, dtype=torch.bfloat16)
-    single(x, norm, weights, scales, w, pool, batch, out)
-    assert rms(out, exact) < 2 * RMS, "a projection on the edge of a BF16 step may round the other way"
-    assert rms(pool.conv, exact_pool.conv) < RMS
-    assert rms(pool.recurrent, exact_pool.recurrent) < RMS
-    assert torch.equal(pool.recurrent[10:], before.recurrent[10:])
-    swapped = (weights[0], weights[2], weights[1])
-    wrong, other = torch.empty_like(out), copy.deepcopy(before)
-    single(x, norm, swapped, (scales[0], scales[2], scales[1]), w, other, batch, wrong)
-    assert rms(wrong, exact) > 10 * RMS
-    padded = dataclasses.replace(batch, slots=torch.zeros_like(batch.slots))
-    pool = copy.deepcopy(before)
-    single(x, norm, weights, scales, w, pool, padded, out)
-    assert torch.equal(pool.recurrent, before.recurrent) and not out.any()
 
 
 def test_kda_steps_follow_each_other(device: torch.device, steps: dict) -> None:

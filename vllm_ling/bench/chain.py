@@ -9,7 +9,6 @@ import torch
 from vllm_ling.bench.layers import FLASH, random_fp8, random_moe_layer
 from vllm_ling.bench.timing import Timing, time_graph
 from vllm_ling.decode.body import FusedBody, FusedLayer
-from vllm_ling.decode.kda_single import KdaSingle
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep, KdaWeights
 from vllm_ling.decode.layers import KdaLayer, MoELayer, Projection, Workspace
 from vllm_ling.quant.decode_moe import MoEDecoder
@@ -28,7 +27,6 @@ class Chain:
         self._gemvs: dict[GemvShape, Fp8Gemv] = {}
         self._gpu, self._cache = gpu, cache
         self._step = KdaStep(KDA, gpu, cache)
-        self._single = KdaSingle(KDA, gpu, cache)
         self._moe = MoEDecoder(FLASH, gpu, device, cache)
         self.space = Workspace(8, device)
         self.layers = [self._layer() for _ in range(layers)]
@@ -50,7 +48,6 @@ class Chain:
             (norm, 1e-6),
             self._projection((3 * _WIDE, _WIDE, _WIDE), FLASH.hidden, "norm"),
             self._step,
-            self._single,
             random_kda(KDA, self.device),
             lambda: KdaStates(conv, state),
             self._projection((FLASH.hidden,), _WIDE, "none"),

@@ -17,7 +17,6 @@ from vllm.model_executor.models.bailing_moe_v3 import (
     BailingMoeV3MLP,
 )
 
-from vllm_ling.decode.kda_single import KdaSingle
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep, KdaWeights
 from vllm_ling.decode.layers import DenseLayer, KdaLayer, MlaLayer, MoELayer, Norm, Projection
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
@@ -38,7 +37,6 @@ class Kernels:
         self.device, self._cache = device, cache
         self._gpu: Gpu = gpu_of(device)
         self._kda: dict[KdaShape, KdaStep] = {}
-        self._single: dict[KdaShape, KdaSingle] = {}
         self._mla: dict[MlaShape, MlaPrepare] = {}
 
     def gemv(self, shape: GemvShape) -> Fp8Gemv:
@@ -50,12 +48,6 @@ class Kernels:
         if shape not in self._kda:
             self._kda[shape] = KdaStep(shape, self._gpu, self._cache)
         return self._kda[shape]
-
-    def single(self, shape: KdaShape) -> KdaSingle:
-        """The kernels of the same for a single sequence."""
-        if shape not in self._single:
-            self._single[shape] = KdaSingle(shape, self._gpu, self._cache)
-        return self._single[shape]
 
     def mla(self, shape: MlaShape) -> MlaPrepare:
         """The kernel for one MLA shape."""
@@ -133,7 +125,6 @@ def kda_layer(kernels: Kernels, attention: BailingMoeV3KimiDeltaAttention, norm:
             kernels, (attention.qkv_proj, attention.f_proj, attention.g_proj), "norm", "KDA's in_proj"
         ),
         kernels.kda(shape),
-        kernels.single(shape),
         weights,
         states,
         projection(kernels, (attention.o_proj,), "none", "KDA's o_proj"),

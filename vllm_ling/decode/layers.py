@@ -2,8 +2,8 @@
 """The layers of the fused path: each adds its part to the residual stream in place, in as few launches as it takes.
 
 A KDA layer is three launches (norm and projections; convolutions to gated norm; output projection), an MoE block one,
-an MLA layer three around vLLM's attention, a dense MLP two. For a single sequence KDA needs two. Every launch starts
-while the one before still runs and fills its shared memory with weights.
+an MLA layer three around vLLM's attention, a dense MLP two. Every launch starts while the one before still runs and
+fills its shared memory with weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from vllm_ling.decode.kda_single import KdaSingle
 from vllm_ling.decode.kda_step import KdaBatch, KdaStates, KdaStep, KdaWeights
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaWeights
 from vllm_ling.quant.decode_moe import MoEDecoder, MoEWeights
@@ -62,7 +61,6 @@ class KdaLayer:
     norm: Norm
     in_proj: Projection
     step: KdaStep
-    single: KdaSingle | None
     weights: KdaWeights
     states: Callable[[], KdaStates]
     out_proj: Projection
@@ -71,14 +69,10 @@ class KdaLayer:
         """Adds the layer's output to `residual`, BF16 [tokens, hidden]."""
         tokens, hidden = residual.shape
         mixed = space.take("mixed", tokens, self.out_proj.gemv.shape.k)
-        if self.single is not None and batch.slots.shape[0] == 1 and tokens <= self.single.max_tokens:
-            projections = (self.in_proj.weight, self.in_proj.scales)
-            self.single(residual, self.norm, *projections, self.weights, self.states(), batch, mixed)
-        else:
-            projected = space.take("projected", tokens, self.in_proj.rows)
-            normed = space.take("normed", tokens, hidden)
-            self.in_proj(residual, projected, norm=self.norm, normed=normed)
-            self.step(projected, normed, self.weights, self.states(), batch, mixed)
+        projected = space.take("projected", tokens, self.in_proj.rows)
+        normed = space.take("normed", tokens, hidden)
+        self.in_proj(residual, projected, norm=self.norm, normed=normed)
+        self.step(projected, normed, self.weights, self.states(), batch, mixed)
         self.out_proj(mixed, residual, residual=residual)
 
 
