@@ -11,31 +11,48 @@ from typing import Any
 
 from vllm_ling.errors import LingError
 
+# DeepGEMM compiles a kernel for every number of prompt tokens that it meets, minutes of them on a fresh machine.
+# Studies compare results, not times, so they take the block-FP8 GEMM that is there at once.
+_SETTINGS = {"VLLM_USE_DEEP_GEMM": "0"}
+_NEWS_S = 20.0
+
 
 def run_child(module: str, spec: dict[str, Any], out: Path, *, stock: bool, timeout_s: float) -> float:
     """Runs `python -m module SPEC OUT` with the plugin on or off; returns the seconds it took.
 
+    Says every 20 seconds what its log said last.
+
     Raises:
         LingError: it failed, took longer than `timeout_s` or wrote nothing; with the end of its log.
     """
-    env = os.environ | {"VLLM_LING_DISABLE": "1" if stock else "0"}
+    env = _SETTINGS | os.environ | {"VLLM_LING_DISABLE": "1" if stock else "0"}
     log = out.with_suffix(".log")
     began = time.monotonic()
     with log.open("w") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(spec), str(out)], env=env, stdout=output, stderr=output
+        )
         try:
-            code = subprocess.run(
-                [sys.executable, "-m", module, json.dumps(spec), str(out)],
-                env=env,
-                stdout=output,
-                stderr=output,
-                check=False,
-                timeout=timeout_s,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            raise LingError(f"{module} took longer than {timeout_s:.0f} s: {_end(log)}") from None
+            code = _wait(child, log, began, timeout_s)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
     if code or not out.exists():
         raise LingError(f"{module} failed ({code}): {_end(log)}")
     return time.monotonic() - began
+
+
+def _wait(child: "subprocess.Popen[bytes]", log: Path, began: float, timeout_s: float) -> int:
+    while True:
+        left = began + timeout_s - time.monotonic()
+        try:
+            return child.wait(timeout=max(0.0, min(_NEWS_S, left)))
+        except subprocess.TimeoutExpired:
+            if left <= _NEWS_S:
+                raise LingError(f"{log.stem} took longer than {timeout_s:.0f} s: {_end(log)}") from None
+            last = (_end(log).strip().splitlines() or ["nothing yet"])[-1]
+            print(f"    {time.monotonic() - began:.0f} s: {last[-160:]}", flush=True)
 
 
 def _end(log: Path) -> str:

@@ -3,7 +3,7 @@
 
 Run as `python -m vllm_ling.eval.studies.full_size --layers 12 --out FILE` on a GPU.
 
-Three engines follow each other, each in a process of its own: stock, ours, ours with MTP drafts. All tokens are known
+Three engines follow each other, each in a process of its own: ours, ours with MTP drafts, stock. All tokens are known
 in advance (see `seeded_weights`), so states are compared token by token: prompts, decoding of 1 to 8 sequences,
 sequences that come and go, verification of drafts, and state slots that aborted requests left behind.
 `full_size_bars` says what is allowed and why.
@@ -47,11 +47,12 @@ FUSED_WORKLOADS = ("decode 1", "decode 2", "decode 3", "decode 4", "decode 8", "
 def sides(options: dict[str, Any], model: str, layers: int, every: int, stock: bool) -> dict[str, SideSpec]:
     """The engines by name."""
     taps = tuple(range(every - 1, layers, every))
-    found = {"stock": SideSpec(None, model, layers, taps)} if stock else {}
-    return found | {
+    found = {
         "ours": SideSpec(options, model, layers, taps),
         "drafted": SideSpec(options, model, layers, taps, draft_tokens=3),
     }
+    # Last: if time runs out, ours have been compared with the reference.
+    return found | ({"stock": SideSpec(None, model, layers, taps)} if stock else {})
 
 
 def reference(spec: SideSpec, say: Callable[[str], None]) -> tuple[States, States]:

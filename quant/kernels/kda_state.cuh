@@ -4,7 +4,7 @@
 //
 // State slots: token n of a sequence leaves its state in slots[n]; the state before the first token is in slots[accepted - 1], and
 // the convolution history `accepted - 1` entries into that of slots[0]. Without verification both are slot 0 of the list.
-// Compile-time: HEADS, HIDDEN, TOKENS (of one sequence, at most 8), BETA_PARTS, SAFE_GATE.
+// Compile-time: HEADS, HIDDEN, TOKENS (of one sequence, at most 8), SAFE_GATE.
 #pragma once
 #include "norm.cuh"
 
@@ -12,6 +12,7 @@
 #define SPLIT 4       // CTAs a head
 #define ROWS 32       // state rows of a CTA
 #define STATE_THREADS 256
+#define BETA_PARTS (STATE_THREADS / 32)  // of the logit of beta, one a warp
 
 struct ConvState {
   bf16_t *at;

@@ -3,7 +3,6 @@
 // q, k and v, their state; l2-norms; decay gate; beta; the delta-rule recurrence over a sequence's tokens, the state after each of
 // them; gated RMSNorm. What does not depend on the producer (state, convolution history, weights) is read before waiting for it.
 // Compile-time: see kda_state.cuh, and USE_PDL.
-#define BETA_PARTS 8
 #include "kda_state.cuh"
 
 #define THREADS STATE_THREADS
