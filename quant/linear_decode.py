@@ -69,7 +69,11 @@ class LingFp8LinearMethod(Fp8LinearMethod):
             scales = stored
         rows, k = layer.weight.shape[0], layer.weight.shape[-1]
         if scales is not None:
-            layer.ling_scales = scales
+            kept = getattr(layer, "ling_scales", None)
+            if kept is not None and kept.shape == scales.shape:
+                kept.copy_(scales)  # a reload: graphs and the fused path hold this tensor
+            else:
+                layer.ling_scales = scales
             try:
                 self._gemv = gemv_for(GemvShape(rows, k, row_scales=False), layer.weight.device)
             except (RuntimeError, ValueError, ImportError) as error:
