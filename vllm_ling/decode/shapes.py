@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels the fused path of a model will ask for, from its config alone: what `from_vllm` forms of loaded modules."""
+"""Which kernels the fused path of a model will ask for, from its config: what `from_vllm` forms of loaded modules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ from vllm_ling.decode.kda_step import KdaShape
 from vllm_ling.decode.mla_prepare import MlaShape
 from vllm_ling.quant import fp8_gemv
 from vllm_ling.quant.fp8_gemv import GemvShape, Prologue
+
+_KDA = ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "o_proj")
+_MLA = ("q_proj", "kv_a_proj_with_mqa", "dense")
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,7 @@ def _linear_modules(shape: LingShape) -> Iterator[tuple[str, bool]]:
     """The modules around the experts, by their official names, and whether the path reads them as block FP8."""
     for layer in shape.layers:
         prefix = f"model.layers.{layer}"
-        names = ("q_proj", "k_proj", "v_proj", "f_proj", "g_proj", "o_proj")
-        if not shape.is_kda(layer):
-            names = ("q_proj", "kv_a_proj_with_mqa", "dense")
+        names = _KDA if shape.is_kda(layer) else _MLA
         yield from ((f"{prefix}.attention.{name}", True) for name in names)
         yield f"{prefix}.attention.{'b_proj' if shape.is_kda(layer) else 'g_proj'}", False
         if not shape.is_moe(layer):
