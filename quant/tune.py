@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ling.checkpoint.shapes import LingShape
+from vllm_ling.decode import kda_step, mla_prepare
+from vllm_ling.decode.kda_step import KdaShape
+from vllm_ling.decode.shapes import fused_problem, fused_shapes
 from vllm_ling.errors import LingError
 from vllm_ling.quant import decode_moe, fp8_gemv
 from vllm_ling.quant.decode_moe import MoEShape
@@ -79,15 +82,31 @@ def jobs(shape: LingShape, gpu: Gpu) -> Iterator[Job]:
         yield from _jobs("MoE block", "moe_block.cu", decode_moe, moe_shape(shape), gpu)
     for matrix in gemv_shapes(shape):
         yield from _jobs(f"FP8 {matrix.rows} x {matrix.k}", "fp8_gemv.cu", fp8_gemv, matrix, gpu)
+    yield from _fused_jobs(shape, gpu)
 
 
-def _jobs(what: str, source: str, planner: Any, shape: MoEShape | GemvShape, gpu: Gpu) -> Iterator[Job]:
+def _fused_jobs(shape: LingShape, gpu: Gpu) -> Iterator[Job]:
+    """What only the fused path asks for; it has other prologues before the same matrices."""
+    if problem := fused_problem(shape):
+        yield Job("fused decode path", "", None, problem)
+        return
+    asked = fused_shapes(shape)
+    for matrix in asked.gemv:
+        label = f"FP8 {matrix.rows} x {matrix.k}, prologue {matrix.prologue}"
+        yield from _jobs(label, "fp8_gemv.cu", fp8_gemv, matrix, gpu)
+    yield from _jobs("KDA step", "kda_step.cu", kda_step, asked.kda, gpu)
+    yield Job("MLA inputs", "mla_prepare.cu", mla_prepare.defines(asked.mla, pdl=True))
+
+
+def _jobs(
+    what: str, source: str, planner: Any, shape: MoEShape | GemvShape | KdaShape, gpu: Gpu
+) -> Iterator[Job]:
     """One kernel per token count; `planner` is the module beside the kernel, which plans its launches."""
     reason = planner.unsupported(shape)
     for tokens in planner.TOKEN_COUNTS:
         label, plan = f"{what}, {tokens} tokens", None if reason else planner.plan(shape, tokens, gpu)
         if plan is None:
-            yield Job(label, source, None, reason or "too little shared memory")
+            yield Job(label, source, None, reason or "too little shared memory (or no clusters)")
         else:
             yield Job(label, source, planner.defines(shape, plan, pdl=True))
 

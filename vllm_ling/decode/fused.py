@@ -24,7 +24,7 @@ from vllm_ling.decode.from_vllm import (
     states_problem,
 )
 from vllm_ling.decode.kda_step import KdaBatch
-from vllm_ling.decode.layers import KdaLayer, Projection, Workspace
+from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
 from vllm_ling.status import choose, warning
@@ -90,8 +90,10 @@ class FusedPath:
             mixed=drafts and plan.num_decodes > 0,
             unusual=unusual,
         )
-        if choose_path(facts)[0] != "fused" or not (drafts or plan.num_decodes):
+        if choose_path(facts)[0] != "fused":
             return facts, None
+        if not (drafts or plan.num_decodes):
+            return BatchFacts(tokens, most, unusual="no sequence is decoded"), None
         batch, problem = kda_batch(plan, tokens)
         if batch is None:
             return BatchFacts(tokens, most, unusual=problem), None
@@ -154,13 +156,15 @@ def build_draft(layer: Any, device: torch.device) -> Built:
         mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
     )
     entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
-    return Built(FusedBody([fused], _space(device)), _most(fused), entry)
+    return Built(FusedBody([fused], _space(device)), min(_most(fused), entry.gemv.max_tokens), entry)
 
 
 def _most(layer: FusedLayer) -> int:
     """The most tokens that all kernels of a layer take."""
-    gemvs = [layer.attention.in_proj.gemv, layer.attention.out_proj.gemv]
-    counts = [gemv.max_tokens for gemv in gemvs]
-    decoder = getattr(layer.mlp, "decoder", None)
-    counts.append(decoder.max_tokens if decoder is not None else MAX_TOKENS)
-    return min(*counts, MAX_TOKENS)
+    projections = [layer.attention.in_proj, layer.attention.out_proj]
+    if isinstance(layer.mlp, DenseLayer):
+        projections += [layer.mlp.up, layer.mlp.down]
+        others = []
+    else:
+        others = [layer.mlp.decoder.max_tokens]
+    return min(*(one.gemv.max_tokens for one in projections), *others, MAX_TOKENS)
