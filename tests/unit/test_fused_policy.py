@@ -26,6 +26,7 @@ ONE = BatchFacts(tokens=1, most=8)
         (replace(ONE, longest=9), "layers", "more than 8 tokens of a sequence"),
         (replace(ONE, prefills=1), "layers", "a prompt is read"),
         (replace(ONE, mixed=True), "layers", "plain decodes beside verified drafts"),
+        (replace(ONE, pieces=True), "layers", "the batch goes through piecewise graphs"),
         (replace(ONE, planned=False), "layers", "profiling runs have no attention plan"),
         (replace(ONE, unusual="embeddings"), "layers", "embeddings"),
         # Of several reasons the first of the kind of batch, not of its size: each kind is logged once.

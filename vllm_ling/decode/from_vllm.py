@@ -80,6 +80,8 @@ def projection(kernels: Kernels, layers: Sequence[Any], prologue: Prologue, what
     for layer in layers:
         if not hasattr(layer, "ling_scales"):
             raise Unsuitable(f"{what} is not read by our FP8 kernel (ling.linear=ling, block-FP8 weights)")
+        if getattr(layer, "bias", None) is not None:
+            raise Unsuitable(f"{what} has a bias")
     weights = [layer.weight.detach() for layer in layers]
     parts = tuple(weight.shape[0] for weight in weights)
     shape = GemvShape(
@@ -236,6 +238,12 @@ def kda_batch(metadata: Any, tokens: int) -> tuple[KdaBatch | None, str]:
     else:
         batch = KdaBatch(metadata.non_spec_state_indices_tensor[:tokens])
     for tensor in (batch.slots, batch.starts, batch.accepted):
-        if tensor is not None and (tensor.dtype != torch.int32 or tensor.stride(-1) != 1):
+        # One slot a sequence may come from any column of vLLM's block table.
+        scattered = (
+            tensor is not None
+            and tensor.stride(-1) != 1
+            and not (tensor is batch.slots and tensor.dim() == 1)
+        )
+        if tensor is not None and (tensor.dtype != torch.int32 or scattered):
             return None, f"an index of the batch is {tensor.dtype} with strides {tensor.stride()}"
     return batch, ""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
@@ -76,18 +78,22 @@ class FusedPath:
 
     def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, KdaBatch | None]:
         most = self._built.most if self._built is not None else MAX_TOKENS
-        plans = get_forward_context().attn_metadata if is_forward_context_available() else None
+        context = get_forward_context() if is_forward_context_available() else None
+        plans = context.attn_metadata if context is not None else None
         plan = plans.get(self._kda) if isinstance(plans, dict) and self._kda is not None else plans
         if not isinstance(plans, dict) or plan is None:
             return BatchFacts(tokens, most, planned=False), None
+        # vLLM plans the captures of pieces like decodes, but replays them for prompts.
+        pieces = context is not None and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
         if self._kda is None:
-            return BatchFacts(tokens, most, unusual=unusual), None
+            return BatchFacts(tokens, most, pieces=pieces, unusual=unusual), None
         drafts = plan.spec_sequence_masks is not None
         facts = BatchFacts(
             tokens,
             most,
             prefills=plan.num_prefills,
             mixed=drafts and plan.num_decodes > 0,
+            pieces=pieces,
             unusual=unusual,
         )
         if choose_path(facts)[0] != "fused":
@@ -101,6 +107,8 @@ class FusedPath:
 
     def _try_to_build(self, device: torch.device) -> None:
         try:
+            if is_breakable_cudagraph_enabled():
+                raise Unsuitable("VLLM_USE_BREAKABLE_CUDAGRAPH captures what it would do for a prompt too")
             self._built = self._build(device)
             choose(
                 f"{self._what} decode",

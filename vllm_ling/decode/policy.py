@@ -18,6 +18,7 @@ class BatchFacts:
         prefills: sequences that read a prompt.
         mixed: plain decodes beside verified drafts.
         longest: tokens of the longest sequence.
+        pieces: vLLM captures or replays graphs of pieces of its compiled model; the fused path is no part of them.
         unusual: what else speaks against the fused path (embeddings from outside, a state of another type), or "".
     """
 
@@ -27,6 +28,7 @@ class BatchFacts:
     prefills: int = 0
     mixed: bool = False
     longest: int = 1
+    pieces: bool = False
     unusual: str = ""
 
 
@@ -35,6 +37,7 @@ def choose_path(facts: BatchFacts) -> tuple[Path, str]:
     rules: tuple[tuple[bool, str], ...] = (
         (bool(facts.unusual), facts.unusual),
         (not facts.planned, "profiling runs have no attention plan"),
+        (facts.pieces, "the batch goes through piecewise graphs"),
         (facts.prefills > 0, "a prompt is read"),
         (facts.mixed, "plain decodes beside verified drafts"),
         (facts.tokens > facts.most, f"more than {facts.most} tokens"),
