@@ -150,7 +150,7 @@ def test_rows_of_a_wider_table_are_taken() -> None:
 
 
 def test_a_column_of_the_block_table_is_taken() -> None:
-    """Without full graphs vLLM hands over the table's first column: the kernel is told how far its entries lie apart."""
+    """Without full graphs vLLM hands over the table's first column: the kernel is told how far entries lie apart."""
     batch, _ = kda_batch(plain(integers(*range(8)).view(2, 4)[:, 0]), 2)
     assert batch is not None and batch.slots.tolist() == [0, 4] and batch.slots.stride() == (4,)
 
