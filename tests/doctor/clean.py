@@ -12,11 +12,12 @@ from tests.doctor.evidence import (
     STATIC,
     Evidence,
     but,
+    chosen,
     lines,
     live,
     without,
 )
-from tests.doctor.faults.common import fp8_head, words
+from tests.doctor.faults.common import DEFAULTS, fp8_head, words
 from tests.unit.checkpoint_files import Tensors, declared_tensors
 from vllm_ling.checkpoint.synthetic import mini_config
 
@@ -26,7 +27,12 @@ V1 = lines(
 )
 PLAIN = lines(
     without(
-        LOG, "SpecDecoding", "PROOF ok: draft_head", "Loading drafter", "architecture: BailingMoeV3MTPModel"
+        LOG,
+        "SpecDecoding",
+        "PROOF ok: draft_head",
+        "Loading drafter",
+        "architecture: BailingMoeV3MTPModel",
+        "vllm-ling: draft (?:decode|path)",
     ),
     (r", 'speculative_config': \{.*?\}", ""),
     (r"speculative_config=SpeculativeConfig\([^)]*\)", "speculative_config=None"),
@@ -34,12 +40,16 @@ PLAIN = lines(
 
 
 def two_ranks(evidence: Evidence) -> Evidence:
-    """The log of two tensor-parallel ranks."""
+    """The log of two tensor-parallel ranks, which the decode kernels do not serve."""
     once = lines(
-        evidence,
+        without(evidence, "moe.decode", "linear 20480", "vllm-ling: (?:target|draft) path"),
+        DEFAULTS,
+        (r"target decode = .*", "target decode = layers (it serves one GPU)"),
         ("tensor_parallel_size=1", "tensor_parallel_size=2"),
         ("'max_num_seqs'", "'tensor_parallel_size': 2, 'max_num_seqs'"),
     )
+    if "draft decode" in (once.log or ""):
+        once = lines(once, (r"draft decode = .*", "draft decode = layers (not one layer on one GPU)"))
     doubled = []
     for line in (once.log or "").splitlines():
         doubled.append(line.replace("(EngineCore pid=200)", "(Worker_TP0 pid=201)"))
@@ -57,6 +67,15 @@ def bf16_tensors(tensors: Tensors) -> None:
     tensors.update(declared_tensors(BF16))
 
 
+FP8 = mini_config("flash", "fp8", mtp=True, clamp=4)
+
+
+def fp8_tensors(tensors: Tensors) -> None:
+    """The tensors of an FP8 checkpoint instead."""
+    tensors.clear()
+    tensors.update(declared_tensors(FP8))
+
+
 PLAIN_INFO = {**GPU_INFO, "k": "0", "method": "None"}
 CLEAN = {
     "H200, V2 runner, MTP, log": LOG,
@@ -66,12 +85,51 @@ CLEAN = {
     "two ranks, plain, log": two_ranks(PLAIN),
     "GB10, Humming, MTP, log": but(LOG, gpu=GB10),
     "H200, MTP, live": LIVE,
-    "H200, two ranks, MTP, live": live(LIVE, info={"tensor_parallel_size": "2"}),
+    "H200, two ranks, MTP, live": live(
+        LIVE,
+        info={"tensor_parallel_size": "2", "moe": "auto", "linear": "stock"},
+        record={
+            **GPU_RECORD,
+            "choices": chosen(
+                "moe decode",
+                "linear",
+                "target path",
+                "draft path",
+                target_decode=("layers", "it serves one GPU"),
+                draft_decode=("layers", "not one layer on one GPU"),
+            ),
+        },
+    ),
+    "H200, FP8 checkpoint, log": but(
+        lines(
+            without(LOG, "moe.decode", "linear 20480", "vllm-ling: (?:target|draft) path"),
+            DEFAULTS,
+            (r"'kernel_config': .*?\}, ", ""),
+            (
+                r"Using 'HUMMING' Mxfp4 MoE backend\.",
+                "Using TRITON Fp8 MoE backend out of potential backends: [].",
+            ),
+            ("moe mxfp4", "moe fp8"),
+            (
+                r"(target|draft) decode = .*",
+                r"\1 decode = layers (KDA's in_proj is not read by our FP8 kernel)",
+            ),
+        ),
+        config=FP8,
+        tensors=fp8_tensors,
+    ),
+    "H200, a draft that is no model, live": live(
+        LIVE, info={"method": "ngram"}, record={**GPU_RECORD, "choices": chosen("draft")}
+    ),
     "H200, plain, live": live(
         LIVE,
         info=PLAIN_INFO,
         traffic={name: None for name in LIVE.live.traffic if "spec_decode" in name} if LIVE.live else {},
-        record={**GPU_RECORD, "proofs": {"head_probe": "top-1 agreement 95.7%"}},
+        record={
+            **GPU_RECORD,
+            "choices": chosen("draft"),
+            "proofs": {"head_probe": "top-1 agreement 95.7%"},
+        },
     ),
     "GB10, Humming, MTP, live": but(LIVE, gpu=GB10),
     "V1 runner, two ranks, MTP, log": two_ranks(V1),

@@ -67,17 +67,40 @@ GPU_INFO = {
     "inject_fault": "none",
     "on_fault": "fail",
     "lm_head": "auto",
-    "moe": "humming",
-    "linear": "stock",
+    "moe": "ling",
+    "linear": "ling",
+    "decode": "auto",
 }
+_FUSED = "decode and verification of up to 8 tokens"
+_CHOICES = {
+    "lm_head": ("fp8_online", "auto: halves the bytes"),
+    "moe mxfp4": ("humming", "ling.moe=ling: prefill and large batches"),
+    "moe backend": ("HUMMING", "Mxfp4MoEMethod"),
+    "moe decode": ("ling", "ling.moe=ling: up to 8 tokens in one launch"),
+    "linear 20480 x 2560": ("ling", "up to 8 tokens with BF16 activations, vLLM's GEMM above"),
+    "target decode": ("fused", "up to 8 tokens; ling.decode=auto"),
+    f"target path: {_FUSED}": ("fused", "ling.decode=auto"),
+    "target path: a prompt is read": ("layers", "ling.decode=auto"),
+    "target path: more than 8 tokens": ("layers", "ling.decode=auto"),
+    "draft decode": ("fused", "up to 8 tokens; ling.decode=auto"),
+    f"draft path: {_FUSED}": ("fused", "ling.decode=auto"),
+}
+
+
+def chosen(*leave: str, **changes: tuple[str, str]) -> dict[str, Any]:
+    """The record's choices with changes (`_` for a space in their names) and without some, as status.py writes them."""
+    choices = _CHOICES | {name.replace("_", " "): choice for name, choice in changes.items()}
+    return {
+        what: {"what": what, "choice": choice, "reason": reason}
+        for what, (choice, reason) in choices.items()
+        if not what.startswith(leave)
+    }
+
+
 GPU_RECORD: dict[str, Any] = {
     "state": "active",
     "reason": "",
-    "choices": {
-        "lm_head": {"what": "lm_head", "choice": "fp8_online", "reason": "auto: halves the bytes"},
-        "moe mxfp4": {"what": "moe mxfp4", "choice": "stock", "reason": "auto: vLLM's own choice"},
-        "moe backend": {"what": "moe backend", "choice": "HUMMING", "reason": "Mxfp4MoEMethod"},
-    },
+    "choices": chosen(),
     "proofs": {
         "head_probe": "top-1 agreement 95.7%",
         "draft_head": "the draft's head is the target's module object",

@@ -37,6 +37,7 @@ RARE = {
     "ling_fault",
     "ling_error",
     "ling_alarm",
+    "ling_decode_refused",
     "runner_v1",
 }
 
@@ -93,7 +94,7 @@ def test_a_vanished_phrase_makes_its_check_unknown(
     if name in ("runner_v1", "draft_model"):
         evidence = but(evidence, log=f"{V1.log}")
     if name == "moe_mxfp4":  # the plugin's record would answer too
-        evidence = but(evidence, log=str(evidence.log).replace("moe mxfp4 = stock", "moe mxfp4 = other"))
+        evidence = but(evidence, log=str(evidence.log).replace("moe mxfp4 = humming", "moe mxfp4 = other"))
     if name == "plugin_failed":
         evidence = but(BARE_LOG, gpu=GB10)
     monkeypatch.setattr(wording, "vanished", lambda version: {name: "no longer written"})

@@ -17,6 +17,7 @@ def test_no_section_means_defaults() -> None:
         ({"lm_haed": "fp8"}, ["unknown option ling.lm_haed", "lm_head"]),
         ({"lm_head": "fp4"}, ["ling.lm_head='fp4'", "'bf16'"]),
         ({"moe": True}, ["ling.moe=True"]),
+        ({"decode": "fast"}, ["ling.decode='fast'", "'fused'", "'layers'"]),
         ({"inject_fault": "head_bytes", "lm_head": "bf16"}, ["inject_fault=head_bytes", "lm_head=bf16"]),
         ({"on_probe": "bf16", "lm_head": "bf16"}, ["on_probe=bf16"]),
         ({"draft_vocab": 5}, ["ling.draft_vocab"]),

@@ -165,7 +165,13 @@ PHRASES: dict[str, Phrase] = {
     ),
     "ling_proof": _phrase(r"vllm-ling: PROOF ok: (\w+): (.*)$", "vllm-ling: PROOF ok: ", ""),
     "ling_fault": _phrase(r"vllm-ling: FAULT (\w+): (.*)$", "vllm-ling: FAULT ", ""),
-    "ling_choice": _phrase(r"vllm-ling: ([a-z][\w ]*) = (\w+) \((.*)\)$", "vllm-ling: ", ""),
+    # "target path: KIND OF BATCH" is a choice too, and the kind is free text.
+    "ling_choice": _phrase(r"vllm-ling: ([a-z][\w ]*?(?: path: .*?)?) = (\w+) \((.*)\)$", "vllm-ling: ", ""),
+    "ling_decode_refused": _phrase(
+        r"vllm-ling: ling\.decode=fused cannot be honoured \((.*)\); vLLM's layers decode$",
+        "ling.decode=fused cannot be honoured",
+        "",
+    ),
     # An alarm of the guard of drafts, and its end.
     "ling_alarm": _phrase(
         r"vllm-ling: (?:ALARM (draft_\w+): (.*)|(draft_\w+): over: .*)$", "vllm-ling: ", "", ""

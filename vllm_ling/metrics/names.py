@@ -40,4 +40,5 @@ INFO_FACTS = {
     "lm_head": "serve.lm_head_option",
     "moe": "serve.moe_option",
     "linear": "serve.linear_option",
+    "decode": "serve.decode_option",
 }

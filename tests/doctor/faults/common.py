@@ -88,6 +88,10 @@ def ling(**options: Any) -> tuple[str, str]:
     return r"'speculative_config'", f"'additional_config': {{'ling': {options!r}}}, 'speculative_config'"
 
 
+# An edit that takes the ling options out of the log's arguments.
+DEFAULTS = (r", 'additional_config': \{'ling': .*?\}\}", "")
+
+
 def record(**changes: Any) -> Evidence:
     """A live server whose engine recorded something else."""
     return live(LIVE, record={**GPU_RECORD, **changes})

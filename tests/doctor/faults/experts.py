@@ -3,13 +3,25 @@
 
 from typing import Any
 
-from tests.doctor.evidence import GB10, GPU_RECORD, LIVE, LOG, STATIC, Evidence, but, lines, live, without
+from tests.doctor.evidence import (
+    GB10,
+    GPU_RECORD,
+    LIVE,
+    LOG,
+    STATIC,
+    Evidence,
+    but,
+    chosen,
+    lines,
+    live,
+    without,
+)
 from tests.doctor.faults.common import NO_CHECKPOINT, Fault, record, words
 
 
 def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
     """The record's choices with one more."""
-    return {**GPU_RECORD["choices"], what: {"what": what, "choice": choice, "reason": reason}}
+    return {**chosen("moe decode"), what: {"what": what, "choice": choice, "reason": reason}}
 
 
 def measured(reason: str, what: str, choice: str) -> Evidence:
@@ -17,7 +29,7 @@ def measured(reason: str, what: str, choice: str) -> Evidence:
     choices = own_kernel("moe mxfp4", "humming", reason) | {
         what: {"what": what, "choice": choice, "reason": "x"}
     }
-    info = {"moe_backend": "auto", "moe": "auto"}
+    info = {"moe_backend": "auto", "moe": "auto", "linear": "stock"}
     return but(live(LIVE, info=info, record={**GPU_RECORD, "choices": choices}), gpu=GB10)
 
 
@@ -75,7 +87,7 @@ EXPERTS = [
         "compiler missing",
         live(OWN, record={**GPU_RECORD, "choices": own_kernel("moe decode", "stock", "compiler missing")}),
         OWN,
-        live(OWN, record=GPU_RECORD),
+        live(OWN, record={**GPU_RECORD, "choices": chosen("moe decode")}),
     ),
     Fault(
         "decode kernels of the projections not honoured, by log",
@@ -111,6 +123,7 @@ EXPERTS = [
                 LOG,
                 (r"'HUMMING' Mxfp4", "'MARLIN' Mxfp4"),
                 (r"'moe_backend': 'humming'", "'moe_backend': 'auto'"),
+                (r"'moe': 'ling', ", ""),
             ),
             gpu=GB10,
         ),
@@ -121,7 +134,7 @@ EXPERTS = [
         "moe_backend",
         "fail",
         "was asked for",
-        lines(LOG, (r"'HUMMING' Mxfp4", "'MARLIN' Mxfp4")),
+        lines(LOG, (r"'HUMMING' Mxfp4", "'MARLIN' Mxfp4"), (r"'moe': 'ling', ", "")),
     ),
     Fault(
         "experts in BF16",

@@ -10,6 +10,7 @@ for _subject in (
     "checkpoint",
     "head",
     "experts",
+    "decode",
     "drafting",
     "graphs",
     "memory",

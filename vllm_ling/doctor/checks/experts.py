@@ -45,8 +45,8 @@ def _backends(facts: Facts) -> list[str]:
     return own or [str(name) for name in facts["log.moe_backend"]]
 
 
-def _format(facts: Facts) -> str | None:
-    """Format of the experts as the plugin's record names it ("moe mxfp4", "moe bf16 clamped")."""
+def experts_format(facts: Facts) -> str | None:
+    """Format of the experts that run, as the plugin's record names it ("moe mxfp4", "moe bf16 clamped")."""
     kinds = [what.split()[1] for what in facts.get("record.choices", {}) if what.startswith("moe ")]
     return next((kind for kind in kinds if kind not in ("decode", "backend")), None)
 
@@ -77,7 +77,7 @@ def moe_backend(facts: Facts) -> Verdict:
     """
     if facts.sources == {"static"}:
         return _backend_to_come(facts)
-    fmt, names = facts.get("log.moe_format") or _format(facts), _backends(facts)
+    fmt, names = facts.get("log.moe_format") or experts_format(facts), _backends(facts)
     shown, asked = ", ".join(names), _asked(facts)
     if facts.get("checkpoint.format") == "fp4" and fmt == "unquantized":
         return fail(

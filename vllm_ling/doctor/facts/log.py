@@ -24,27 +24,6 @@ _MOST_S = 20.0
 _LONG, _USUAL = ("arguments", "engine"), 2048
 # What a log can tell; recorded as missing, with the reason, where it does not.
 _KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
-# Phrase -> facts that it states, also by its absence.
-_TELLS = {
-    "moe_mxfp4": ("log.moe_backend", "log.moe_format"),
-    "moe_fp8": ("log.moe_backend", "log.moe_format"),
-    "moe_int4": ("log.moe_backend", "log.moe_format"),
-    "moe_unquantized": ("log.moe_backend", "log.moe_format"),
-    "moe_mxfp4_fallback": ("log.moe_activation_fallback",),
-    "linear_kernel": ("log.linear_kernels",),
-    "e8m0": ("log.e8m0",),
-    "runner_v1": ("log.runner",),
-    "graphs_off": ("log.graphs_off",),
-    "kv_cache": ("log.kv_concurrency",),
-    "prefix_off": ("log.prefix_off",),
-    "unknown_variable": ("log.unknown_variables",),
-    "compiled": ("log.compiled",),
-    "cached": ("log.compiled", "log.compile_cached"),
-    "draft_model": ("log.draft_loaded",),
-    "asleep": ("log.slept_level_2",),
-    "spec_metrics": ("recent.accept_length", "recent.per_position"),
-    "engine_stats": ("recent.running",),
-}
 _MARKED = re.compile("|".join(re.escape(phrase.marker) for phrase in PHRASES.values()))
 _WINDOWS = 6  # of ten seconds each: the last minute of speculation
 _ENGINE_WORDS = {
@@ -165,7 +144,9 @@ class _Reading:
             (self._speculation, "recent."),
         ]
         self.gone = wording.vanished(version or "")
-        unsaid = {key: self.gone[name] for name, keys in _TELLS.items() if name in self.gone for key in keys}
+        unsaid = {
+            key: self.gone[name] for name, keys in wording.TELLS.items() if name in self.gone for key in keys
+        }
         with facts.withholding(unsaid):
             for part, key in parts:
                 try:
@@ -232,6 +213,8 @@ class _Reading:
         facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
         facts.put("record.proofs", {g[0]: g[1] for g in self.every.get("ling_proof", [])}, origin)
         facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
+        refused = [g[0] for g in self.every.get("ling_decode_refused", [])]
+        facts.put("log.decode_refused", refused, origin)
         if "ling_active" in self.once:
             alarms: dict[str, str] = {}
             for raised, message, ended in self.every.get("ling_alarm", []):

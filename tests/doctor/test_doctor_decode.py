@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode checks read reasons word by word, so the words must be those that the plugin writes."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from vllm_ling.decode.policy import BatchFacts, choose_path
+from vllm_ling.doctor.checks import decode
+from vllm_ling.doctor.phrases import PHRASES
+
+KINDS = {
+    "decode": BatchFacts(4, 8),
+    "prompt": BatchFacts(4, 8, prefills=1),
+    "large": BatchFacts(9, 8),
+    "long": BatchFacts(8, 8, longest=9),
+    "mixed": BatchFacts(8, 8, mixed=True),
+    "unusual": BatchFacts(8, 8, unusual="an index of the batch is torch.int64 with strides (1,)"),
+}
+
+
+def source(module: str) -> str:
+    """Text of a module that needs a GPU's packages to be imported."""
+    spec = importlib.util.find_spec("vllm_ling")
+    assert spec is not None and spec.submodule_search_locations
+    return (Path(spec.submodule_search_locations[0]) / f"{module}.py").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch_is_told_apart(kind: str) -> None:
+    reason = choose_path(KINDS[kind])[1]
+    assert bool(decode._MEANT_FOR_LAYERS.fullmatch(reason)) == (kind in ("prompt", "large"))
+    assert bool(decode._LONG_SEQUENCE.fullmatch(reason)) == (kind == "long")
+    assert (reason == decode._MIXED) == (kind == "mixed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_batch_is_read_from_the_log(kind: str) -> None:
+    path, reason = choose_path(KINDS[kind])
+    what = f"target path: {reason}"
+    found = PHRASES["ling_choice"].pattern.search(f"INFO vllm-ling: {what} = {path} (ling.decode=auto)")
+    assert found is not None and found.groups() == (what, path, "ling.decode=auto")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("models/ling", f'"{decode._ONE_GPU}"'),
+        ("models/ling", '"target decode"'),
+        ("spec_decode/mtp", f'"{decode._ONE_GPU_DRAFT}"'),
+        ("spec_decode/mtp", '"draft decode"'),
+        ("decode/fused", "up to {self._built.most} tokens"),
+        ("decode/fused", "} path: {reason}"),
+        ("decode/fused", "ling.decode=fused cannot be honoured ({self._refused}); vLLM's layers decode"),
+        ("decode/from_vllm", "(ling.linear=ling"),
+        ("decode/from_vllm", "(ling.moe=ling"),
+    ],
+)
+def test_the_plugin_still_says_so(module: str, words: str) -> None:
+    assert words in source(module)
