@@ -12,7 +12,7 @@ from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 # The byte model counts bytes, and these are the same on both paths.
-_COST = "the same bytes in more launches per token; what that costs end to end has not been published"
+_COST = "the same bytes in more launches per token; what that costs end to end has not been measured in one run yet"
 # What models/ling.py and spec_decode/mtp.py say on several GPUs; the latter also of a draft with several layers.
 _ONE_GPU, _ONE_GPU_DRAFT = "it serves one GPU", "not one layer on one GPU"
 _LIMIT = re.compile(r"up to (\d+) tokens")
