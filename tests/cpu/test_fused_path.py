@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused path beside vLLM's layers: which batches it takes, when it is built, and that a failure is final."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ling.decode import fused
+from vllm_ling.decode.from_vllm import Unsuitable
+from vllm_ling.decode.fused import Built, FusedPath
+from vllm_ling.status import STATUS
+
+CPU = torch.device("cpu")
+
+
+class Situation:
+    """What vLLM says about the batch at hand, and what came of building."""
+
+    plans: Any = None
+    available = True
+    capturing = False
+    problem: Exception | None = None
+    most = 8
+    builds = 0
+
+    def plan(self, **changes: Any) -> None:
+        """One plain decode in slot 3."""
+        facts: dict[str, Any] = {
+            "num_prefills": 0,
+            "num_decodes": 1,
+            "spec_sequence_masks": None,
+            "non_spec_state_indices_tensor": torch.tensor([3], dtype=torch.int32),
+        }
+        self.plans = {"kda": SimpleNamespace(**facts | changes), "mla": None}
+
+    def drafts(self, tokens: int, **changes: Any) -> None:
+        """A verification of `tokens` tokens of one sequence."""
+        self.plan(
+            **{
+                "num_decodes": 0,
+                "spec_sequence_masks": torch.ones(1, dtype=torch.bool),
+                "spec_state_indices_tensor": torch.arange(1, tokens + 1, dtype=torch.int32)[None],
+                "spec_query_start_loc": torch.tensor([0, tokens], dtype=torch.int32),
+                "num_accepted_tokens": torch.ones(1, dtype=torch.int32),
+            }
+            | changes
+        )
+
+    def build(self, device: torch.device) -> Built:
+        self.builds += 1
+        if self.problem is not None:
+            raise self.problem
+        return Built(fused.FusedBody([], fused.Workspace(8, device)), self.most)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[Situation]:
+    situation = Situation()
+    monkeypatch.setattr(fused, "is_forward_context_available", lambda: situation.available)
+    monkeypatch.setattr(fused, "get_forward_context", lambda: SimpleNamespace(attn_metadata=situation.plans))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: situation.capturing)
+    STATUS.choices.clear()
+    yield situation
+    STATUS.choices.clear()
+
+
+def path(now: Situation, option: str = "auto", kda: str | None = "kda") -> FusedPath:
+    return FusedPath("target", option, now.build, kda)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_a_profiling_run_builds_nothing_and_says_nothing(now: Situation, available: bool) -> None:
+    now.available = available
+    if not available:
+        now.plan()  # whatever an earlier step left behind
+    assert path(now).take(1, CPU, "") is None
+    assert now.builds == 0 and not STATUS.choices
+
+
+def test_a_decode_builds_once_and_takes_the_path(now: Situation) -> None:
+    now.plan()
+    ours = path(now)
+    first = ours.take(1, CPU, "")
+    assert first is not None and first[1] is not None and first[1].slots.tolist() == [3]
+    now.plan(non_spec_state_indices_tensor=torch.tensor([5], dtype=torch.int32))
+    second = ours.take(1, CPU, "")
+    assert second is not None and second[0] is first[0]
+    assert second[1] is not None and second[1].slots.tolist() == [5], "the batch is each step's own"
+    assert now.builds == 1
+    decided = STATUS.choices["target decode"]
+    assert decided.choice == "fused" and "ling.decode=auto" in decided.reason
+
+
+def test_a_verification_takes_the_path(now: Situation) -> None:
+    now.drafts(4)
+    taken = path(now).take(4, CPU, "")
+    assert taken is not None and taken[1] is not None
+    assert taken[1].longest == 4 and taken[1].starts is not None and taken[1].starts.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plan", "unusual", "reason"),
+    [
+        (4, {"num_prefills": 1}, "", "a prompt is read"),
+        (9, {"num_decodes": 9}, "", "more than 8 tokens"),
+        (1, {}, "embeddings come from outside", "embeddings come from outside"),
+        (1, {"num_decodes": 0}, "", "no sequence is decoded"),
+        (1, {"non_spec_state_indices_tensor": torch.tensor([3])}, "", "an index of the batch is torch.int64"),
+    ],
+)
+def test_other_batches_stay_with_vllm(
+    now: Situation, tokens: int, plan: dict[str, Any], unusual: str, reason: str
+) -> None:
+    now.plan(**plan)
+    assert path(now).take(tokens, CPU, unusual) is None
+    assert now.builds == 0, "a server that only sees such batches compiles nothing"
+    (said,) = STATUS.choices.values()
+    assert said.choice == "layers" and reason in said.what
+
+
+def test_plain_decodes_beside_drafts_stay_with_vllm(now: Situation) -> None:
+    now.drafts(4, num_decodes=1)
+    assert path(now).take(5, CPU, "") is None and now.builds == 0
+    assert [said.what for said in STATUS.choices.values()] == [
+        "target path: plain decodes beside verified drafts"
+    ]
+
+
+def test_sequences_longer_than_the_kernels_take_stay_with_vllm(now: Situation) -> None:
+    """k of nine with one token each: the batch is small, but a sequence has room for nine."""
+    now.drafts(9)
+    assert path(now).take(1, CPU, "") is None and now.builds == 0
+
+
+def test_what_was_built_may_take_fewer_tokens(now: Situation) -> None:
+    now.most = 4
+    now.drafts(5)
+    ours = path(now)
+    assert ours.take(5, CPU, "") is None and now.builds == 1
+    now.drafts(4)
+    assert ours.take(4, CPU, "") is not None and now.builds == 1
+    assert {said.what: said.choice for said in STATUS.choices.values()} == {
+        "target decode": "fused",
+        "target path: more than 4 tokens": "layers",
+        "target path: decode and verification of up to 4 tokens": "fused",
+    }
+
+
+def test_nothing_is_built_while_a_graph_is_captured(now: Situation) -> None:
+    """Compiling and comparing synchronizes, which a capture forbids; what is there already is captured."""
+    now.plan()
+    now.capturing = True
+    ours = path(now)
+    assert ours.take(1, CPU, "") is None and now.builds == 0
+    now.capturing = False
+    assert ours.take(1, CPU, "") is not None
+    now.capturing = True
+    assert ours.take(1, CPU, "") is not None and now.builds == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [(Unsuitable("MLA rotates by X"), "MLA rotates by X"), (MemoryError("full"), "MemoryError: full")],
+)
+@pytest.mark.parametrize("option", ["auto", "fused"])
+def test_a_failure_is_final_and_said(
+    now: Situation, problem: Exception, reason: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(fused, "warning", warnings.append)
+    now.problem = problem
+    now.plan()
+    ours = path(now, option)
+    assert ours.take(1, CPU, "") is None
+    now.problem = None
+    assert ours.take(1, CPU, "") is None and now.builds == 1, "the first reason holds for the process"
+    decided = STATUS.choices["target decode"]
+    assert (decided.choice, decided.reason) == ("layers", reason)
+    assert len(STATUS.choices) == 1
+    assert [reason in line for line in warnings] == [True] * (option == "fused")
+
+
+def test_the_draft_needs_a_plan_but_no_sequences(now: Situation) -> None:
+    ours = path(now, kda=None)
+    assert ours.take(1, CPU, "") is None and now.builds == 0
+    now.plans = {"mla": SimpleNamespace()}
+    taken = ours.take(8, CPU, "")
+    assert taken is not None and taken[1] is None
+    assert ours.take(9, CPU, "") is None
+
+
+def test_a_plan_without_our_layer_is_a_profiling_run(now: Situation) -> None:
+    now.plan()
+    assert path(now, kda="another").take(1, CPU, "") is None and now.builds == 0 and not STATUS.choices
