@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 from vllm_ling.decode import fused
 from vllm_ling.decode.from_vllm import Unsuitable
@@ -23,6 +24,7 @@ class Situation:
     available = True
     capturing = False
     problem: Exception | None = None
+    mode = CUDAGraphMode.NONE
     most = 8
     builds = 0
 
@@ -60,7 +62,11 @@ class Situation:
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[Situation]:
     situation = Situation()
     monkeypatch.setattr(fused, "is_forward_context_available", lambda: situation.available)
-    monkeypatch.setattr(fused, "get_forward_context", lambda: SimpleNamespace(attn_metadata=situation.plans))
+    monkeypatch.setattr(
+        fused,
+        "get_forward_context",
+        lambda: SimpleNamespace(attn_metadata=situation.plans, cudagraph_runtime_mode=situation.mode),
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: situation.capturing)
     STATUS.choices.clear()
     yield situation
@@ -92,6 +98,24 @@ def test_a_decode_builds_once_and_takes_the_path(now: Situation) -> None:
     assert now.builds == 1
     decided = STATUS.choices["target decode"]
     assert decided.choice == "fused" and "ling.decode=auto" in decided.reason
+
+
+@pytest.mark.parametrize("kda", ["kda", None], ids=["target", "draft"])
+def test_graphs_of_pieces_go_through_vllm(now: Situation, kda: str | None) -> None:
+    """vLLM plans their captures like decodes and replays them for prompts; whole graphs are only for decodes."""
+    now.plan()
+    ours = path(now, kda=kda)
+    now.mode = CUDAGraphMode.PIECEWISE
+    assert ours.take(1, CPU, "") is None and now.builds == 0
+    now.mode = CUDAGraphMode.FULL
+    assert ours.take(1, CPU, "") is not None
+
+
+def test_breakable_graphs_keep_vllm_s_layers(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "is_breakable_cudagraph_enabled", lambda: True)
+    now.plan()
+    assert path(now).take(1, CPU, "") is None and now.builds == 0
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" in STATUS.choices["target decode"].reason
 
 
 def test_a_verification_takes_the_path(now: Situation) -> None:
