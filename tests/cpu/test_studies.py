@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,25 +30,52 @@ torch.save(side.run_side(side.SideSpec({}, "mini", 12, (5, 11))), sys.argv[1])
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Study:
+    """What one study's process left: its exit and the file it wrote."""
+
+    done: "subprocess.CompletedProcess[str]"
+    out: Path
 
 
-def test_full_size_passes_a_sound_engine(tmp_path: Path) -> None:
-    out = tmp_path / "full.json"
-    study = (
-        "-m",
-        "vllm_ling.eval.studies.full_size",
-        "--model",
-        "mini",
-        "--without-stock",
-        "--options",
-        "{}",
-    )
-    done = run(*study, "--out", str(out))
-    assert done.returncode == 0, done.stdout[-3000:]
-    result = json.loads(out.read_text())
+def run(out: Path, *command: str) -> Study:
+    # Small layers gain nothing from a second thread, so each core runs a study of its own.
+    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
+    return Study(done, out)
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Study]:
+    """All of them, two at a time."""
+    folder = tmp_path_factory.mktemp("studies")
+    common = ("--model", "mini", "--options", "{}")
+    full, long, side = folder / "full.json", folder / "long.json", folder / "side.pt"
+    commands = {
+        "full": (
+            full,
+            "-m",
+            "vllm_ling.eval.studies.full_size",
+            *common,
+            "--without-stock",
+            "--out",
+            str(full),
+        ),
+        "fault": (side, "-c", FAULT, str(side)),
+        "long": (
+            *(long, "-m", "vllm_ling.eval.studies.long_run", *common, "--layers", "6", "--eager"),
+            *("--draft", "3", "--budget", "40", "--out", str(long)),
+        ),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        found = {name: pool.submit(run, *command) for name, command in commands.items()}
+    return {name: study.result() for name, study in found.items()}
+
+
+def test_full_size_passes_a_sound_engine(studies: dict[str, Study]) -> None:
+    study = studies["full"]
+    assert study.done.returncode == 0, study.done.stdout[-3000:]
+    result = json.loads(study.out.read_text())
     assert result["provenance"]["packages"] and not result["wrong"]
     assert {"decode 4", "verify 4", "prefill", "slots mixed"} <= {row["workload"] for row in result["rows"]}
     assert all(slot["same_bits"] == 1 for slot in result["slots"].values())
@@ -54,20 +83,18 @@ def test_full_size_passes_a_sound_engine(tmp_path: Path) -> None:
     assert 0.5 < drafted["accepted"] / drafted["drafts"] < 2.5
 
 
-def test_full_size_finds_a_small_fault(tmp_path: Path) -> None:
-    done = run("-c", FAULT, str(tmp_path / "side.pt"))
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_full_size_finds_a_small_fault(studies: dict[str, Study]) -> None:
+    study = studies["fault"]
+    assert study.done.returncode == 0, study.done.stderr[-3000:]
     exact, stale = full_size.reference(SPEC, lambda _: None)
-    found = full_size.judge(SPEC, {"ours": torch.load(tmp_path / "side.pt")}, exact, stale, 512)
+    found = full_size.judge(SPEC, {"ours": torch.load(study.out)}, exact, stale, 512)
     assert any(line.startswith("from one token, 5") for line in found["wrong"])
 
 
-def test_long_run_ends_with_its_budget(tmp_path: Path) -> None:
-    out = tmp_path / "long.json"
-    study = ("-m", "vllm_ling.eval.studies.long_run", "--model", "mini", "--layers", "6", "--options", "{}")
-    done = run(*study, "--eager", "--draft", "3", "--budget", "40", "--out", str(out))
-    assert done.returncode == 0, done.stdout[-3000:]
-    result = json.loads(out.read_text())
+def test_long_run_ends_with_its_budget(studies: dict[str, Study]) -> None:
+    study = studies["long"]
+    assert study.done.returncode == 0, study.done.stdout[-3000:]
+    result = json.loads(study.out.read_text())
     assert not result["target_reached"] and 500 < result["counts"]["tokens"] < 200_000
     verdicts = {check["name"]: check["passed"] for check in result["checks"]}
     assert (
