@@ -138,16 +138,16 @@ class Kernel:
         config.hStream = stream
         attributes = []
         if pdl:
-            attributes.append(driver.CUlaunchAttribute())
-            attributes[
-                -1
-            ].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
         if cluster > 1:
-            attributes.append(driver.CUlaunchAttribute())
-            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attributes[-1].value.clusterDim
+            together = driver.CUlaunchAttribute()
+            together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = together.value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
+            attributes.append(together)
         if attributes:
             config.attrs, config.numAttrs = attributes, len(attributes)
         _ok(driver, driver.cuLaunchKernelEx(config, self._function, (values, types), 0))

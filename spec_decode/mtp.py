@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe_v3_mtp import BailingMoeV3MTPModel
 from vllm.platforms import current_platform
 
+from vllm_ling.decode.policy import one_gpu
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import draft_name
 from vllm_ling.models.strict_loading import load_strictly
@@ -26,11 +27,7 @@ from vllm_ling.status import choose
 
 def fused_draft(layers: Any, vllm_config: VllmConfig, option: str) -> Any:
     """The fused path of the MTP layer (built at its first batch), or None."""
-    parallel = vllm_config.parallel_config
-    single = (
-        parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size == 1
-    )
-    if option == "layers" or not single or len(layers) != 1:
+    if option == "layers" or not one_gpu(vllm_config.parallel_config) or len(layers) != 1:
         choose(
             "draft decode",
             "layers",

@@ -3,18 +3,17 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from vllm_ling.bench.processes import run_limited
 from vllm_ling.errors import LingError
 
 # DeepGEMM compiles a kernel for every number of prompt tokens that it meets, minutes of them on a fresh machine.
 # Studies compare results, not times, so they take the block-FP8 GEMM that is there at once.
 _SETTINGS = {"VLLM_USE_DEEP_GEMM": "0"}
-_NEWS_S = 20.0
 
 
 def run_child(module: str, spec: dict[str, Any], out: Path, *, stock: bool, timeout_s: float) -> float:
@@ -28,31 +27,17 @@ def run_child(module: str, spec: dict[str, Any], out: Path, *, stock: bool, time
     env = _SETTINGS | os.environ | {"VLLM_LING_DISABLE": "1" if stock else "0"}
     log = out.with_suffix(".log")
     began = time.monotonic()
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(spec), str(out)], env=env, stdout=output, stderr=output
-        )
-        try:
-            code = _wait(child, log, began, timeout_s)
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+
+    def news(seconds: float) -> None:
+        last = (_end(log).strip().splitlines() or ["nothing yet"])[-1]
+        print(f"    {seconds:.0f} s: {last[-160:]}", flush=True)
+
+    code = run_limited([sys.executable, "-m", module, json.dumps(spec), str(out)], env, log, timeout_s, news)
+    if code is None:
+        raise LingError(f"{module} took longer than {timeout_s:.0f} s: {_end(log)}")
     if code or not out.exists():
         raise LingError(f"{module} failed ({code}): {_end(log)}")
     return time.monotonic() - began
-
-
-def _wait(child: "subprocess.Popen[bytes]", log: Path, began: float, timeout_s: float) -> int:
-    while True:
-        left = began + timeout_s - time.monotonic()
-        try:
-            return child.wait(timeout=max(0.0, min(_NEWS_S, left)))
-        except subprocess.TimeoutExpired:
-            if left <= _NEWS_S:
-                raise LingError(f"{log.stem} took longer than {timeout_s:.0f} s: {_end(log)}") from None
-            last = (_end(log).strip().splitlines() or ["nothing yet"])[-1]
-            print(f"    {time.monotonic() - began:.0f} s: {last[-160:]}", flush=True)
 
 
 def _end(log: Path) -> str:

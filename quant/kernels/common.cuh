@@ -83,7 +83,7 @@ __device__ __forceinline__ uint2 load_stream(const uint2 *p) {
 }
 
 // Asynchronous copies of 16 bytes into shared memory; each warp waits for its own, oldest first. What is copied so is read once
-// per step: it leaves L2 first, so that what was prefetched stays.
+// per step: it leaves L2 first, so that what steps share stays.
 __device__ __forceinline__ void copy_async(void *shared, const void *global) {
   unsigned long long once;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the KDA kernels share: a cluster of four CTAs does one head of one sequence, 32 rows of the 128 x 128 state each. A thread
-// of the first 256 holds 16 numbers of one state row: lane l of 8 has columns 4 (l + 8 j) + {0..3}.
+// The parts of kda_step.cu: a cluster of four CTAs does one head of one sequence, 32 rows of the 128 x 128 state each. A thread
+// holds 16 numbers of one state row: lane l of 8 has columns 4 (l + 8 j) + {0..3}.
 //
 // State slots: token n of a sequence leaves its state in slots[n]; the state before the first token is in slots[accepted - 1], and
 // the convolution history `accepted - 1` entries into that of slots[0]. Without verification both are slot 0 of the list.
@@ -11,8 +11,9 @@
 #define DIM 128       // of a head
 #define SPLIT 4       // CTAs a head
 #define ROWS 32       // state rows of a CTA
-#define STATE_THREADS 256
-#define BETA_PARTS (STATE_THREADS / 32)  // of the logit of beta, one a warp
+#define WARPS 8
+#define THREADS (WARPS * 32)
+#define PROJECTED (5 * HEADS * DIM)  // q, k, v, f, g of one token
 
 struct ConvState {
   bf16_t *at;
@@ -22,7 +23,7 @@ struct ConvState {
 struct StepShared {
   float q[TOKENS][DIM], k[TOKENS][DIM], decay[TOKENS][DIM], v[TOKENS][ROWS];
   float squares[TOKENS][2][4];  // of q and k, in four parts
-  float beta[TOKENS][BETA_PARTS];  // parts of its logit
+  float beta[TOKENS][WARPS];    // parts of its logit, one a warp
   float o[TOKENS][ROWS];
   float norm[SPLIT][TOKENS];    // sums of squares of o, pushed by each CTA of the cluster
   int slots[TOKENS];
@@ -101,7 +102,7 @@ struct StateRow {
       float k_norm = rsqrtf(k2[0] + k2[1] + k2[2] + k2[3] + 1e-6f);
       float logit = 0.f;
 #pragma unroll
-      for (int i = 0; i < BETA_PARTS; i++) logit += logits[i];
+      for (int i = 0; i < WARPS; i++) logit += logits[i];
       float beta = sigmoid(logit);
       float4 k[4];
       float dot = 0.f;
@@ -133,18 +134,18 @@ struct StateRow {
 
 // o / rms(o) * weight * sigmoid(gate) of all tokens into `out` (the CTA's first number of the head), the norm over the head: every
 // CTA tells the others its part. `gate_of(token)` gives this lane's. The cluster has started (cluster_wait was called).
-template <int WARPS_, class Gate>
+template <class Gate>
 __device__ __forceinline__ void write_normed(StepShared &s, bf16_t *out, Gate gate_of, float weight, float eps, int part, int count) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll 1
-  for (int n = warp; n < count; n += WARPS_) {
+  for (int n = warp; n < count; n += WARPS) {
     float sum = warp_sum(s.o[n][lane] * s.o[n][lane]);
     if (lane < SPLIT) store_remote(&s.norm[part][n], lane, sum);
   }
   cluster_arrive();
   cluster_wait();
 #pragma unroll 1
-  for (int n = warp; n < count; n += WARPS_) {
+  for (int n = warp; n < count; n += WARPS) {
     float f = rsqrtf(((s.norm[0][n] + s.norm[1][n]) + (s.norm[2][n] + s.norm[3][n])) / DIM + eps);
     out[(size_t)n * (HEADS * DIM) + lane] = to_bf16(s.o[n][lane] * f * weight * sigmoid(gate_of(n)));
   }

@@ -5,9 +5,6 @@
 // Compile-time: see kda_state.cuh, and USE_PDL.
 #include "kda_state.cuh"
 
-#define THREADS STATE_THREADS
-#define WARPS 8
-#define PROJECTED (5 * HEADS * DIM)  // q, k, v, f, g of one token
 #define B_WORDS ((HIDDEN / 2 + THREADS - 1) / THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -95,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   state.run(s, states, state_slot, count);
   __syncthreads();
   cluster_wait();
-  write_normed<WARPS>(
+  write_normed(
       s, out + (size_t)first * (HEADS * DIM) + head * DIM + part * ROWS,
       [&](int n) { return load_fresh(x + (size_t)n * PROJECTED + 4 * HEADS * DIM + v_channel); }, norm_weight, eps, part, count);
   // Everybody has read the history by now.

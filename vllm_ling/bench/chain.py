@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chain of fused KDA and MoE layers on random weights of flash's shapes, without vLLM: what a layer costs."""
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_ling.bench.layers import FLASH, random_fp8, random_moe_layer
-from vllm_ling.bench.timing import Timing, time_graph
 from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep, KdaWeights
 from vllm_ling.decode.layers import KdaLayer, MoELayer, Projection, Workspace
@@ -65,15 +63,6 @@ class Chain:
             torch.ones(1, **integers),
             tokens,
         )
-
-    def time(self, tokens: int) -> Timing:
-        """Microseconds of one layer, the whole chain in one graph."""
-        x = torch.randn(tokens, FLASH.hidden, device=self.device, dtype=torch.float32).bfloat16()
-        positions = torch.zeros(tokens, device=self.device, dtype=torch.int64)
-        batch = self.batch(tokens)
-        whole = time_graph([partial(self.body, x, positions, batch)], rounds=1)
-        count = len(self.layers)
-        return Timing(whole.us / count, whole.low / count, whole.high / count)
 
 
 def random_kda(shape: KdaShape, device: torch.device) -> KdaWeights:

@@ -5,15 +5,26 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+_NEWS_S = 20.0
 
-def run_limited(command: Sequence[str], env: Mapping[str, str], log: Path, timeout_s: float) -> int | None:
+
+def run_limited(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    timeout_s: float,
+    news: Callable[[float], None] | None = None,
+) -> int | None:
     """Runs `command` with its output in `log`. Returns its exit code, None if it was ended at the limit.
 
-    It gets a session of its own: a profiler's child would outlive the profiler and keep the GPU's memory.
+    It gets a session of its own: a profiler's child would outlive the profiler and keep the GPU's memory. `news` is
+    called every 20 seconds with those that have passed.
     """
+    began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         child = subprocess.Popen(
             command,
@@ -24,8 +35,12 @@ def run_limited(command: Sequence[str], env: Mapping[str, str], log: Path, timeo
             start_new_session=True,
         )
         try:
-            return child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            while (left := began + timeout_s - time.monotonic()) > 0:
+                try:
+                    return child.wait(min(left, _NEWS_S))
+                except subprocess.TimeoutExpired:
+                    if news is not None and left > _NEWS_S:
+                        news(time.monotonic() - began)
             return None
         finally:
             # Also after Ctrl-C, which does not reach another session, and for what a finished program left.

@@ -137,19 +137,12 @@ def build_target(model: Any, device: torch.device) -> Built:
     Raises:
         Unsuitable: naming what our kernels cannot serve.
     """
-    kernels, layers, most = Kernels(device, default_cache()), [], MAX_TOKENS
-    for layer in model.model.layers:
-        fused = FusedLayer(
-            attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
-            mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
-        )
-        if isinstance(fused.attention, KdaLayer):
-            if problem := states_problem(fused.attention):
-                raise Unsuitable(problem)
-            most = min(most, fused.attention.step.max_tokens)
-        most = min(most, _most(fused))
-        layers.append(fused)
-    return Built(FusedBody(layers, _space(device)), most)
+    kernels = Kernels(device, default_cache())
+    layers = [_layer(kernels, layer) for layer in model.model.layers]
+    for layer in layers:
+        if isinstance(layer.attention, KdaLayer) and (problem := states_problem(layer.attention)):
+            raise Unsuitable(problem)
+    return Built(FusedBody(layers, _space(device)), min(map(_most, layers)))
 
 
 def build_draft(layer: Any, device: torch.device) -> Built:
@@ -159,20 +152,24 @@ def build_draft(layer: Any, device: torch.device) -> Built:
         Unsuitable: naming what our kernels cannot serve.
     """
     kernels = Kernels(device, default_cache())
-    fused = FusedLayer(
-        attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
-        mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
-    )
+    fused = _layer(kernels, layer)
     entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
     return Built(FusedBody([fused], _space(device)), min(_most(fused), entry.gemv.max_tokens), entry)
 
 
+def _layer(kernels: Kernels, layer: Any) -> FusedLayer:
+    return FusedLayer(
+        attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
+        mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
+    )
+
+
 def _most(layer: FusedLayer) -> int:
     """The most tokens that all kernels of a layer take."""
-    projections = [layer.attention.in_proj, layer.attention.out_proj]
+    kernels: list[Any] = [layer.attention.in_proj.gemv, layer.attention.out_proj.gemv]
+    kernels += [layer.attention.step] if isinstance(layer.attention, KdaLayer) else []
     if isinstance(layer.mlp, DenseLayer):
-        projections += [layer.mlp.up, layer.mlp.down]
-        others = []
+        kernels += [layer.mlp.up.gemv, layer.mlp.down.gemv]
     else:
-        others = [layer.mlp.decoder.max_tokens]
-    return min(*(one.gemv.max_tokens for one in projections), *others, MAX_TOKENS)
+        kernels += [layer.mlp.decoder]
+    return min(MAX_TOKENS, *(kernel.max_tokens for kernel in kernels))

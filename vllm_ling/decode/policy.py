@@ -2,9 +2,15 @@
 """Which path a batch takes. Pure policy: no tensors, no kernels, no logging."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Path = Literal["fused", "layers"]
+
+
+def one_gpu(parallel: Any) -> bool:
+    """Whether vLLM's `parallel_config` asks for a single rank: the fused path serves no other."""
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size
+    return bool(ranks == 1)
 
 
 @dataclass(frozen=True)

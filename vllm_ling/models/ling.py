@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_ling.cpu.install import install_cpu_layers
+from vllm_ling.decode.policy import one_gpu
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import target_name
 from vllm_ling.models.strict_loading import load_strictly
@@ -27,9 +28,8 @@ install_cpu_layers()
 
 def fused_target(model: Any, vllm_config: VllmConfig, option: str) -> Any:
     """The fused decode path of `model` (built at its first batch), or None."""
-    parallel = vllm_config.parallel_config
     reason = "" if option != "layers" else "ling.decode=layers"
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.data_parallel_size > 1:
+    if not one_gpu(vllm_config.parallel_config):
         reason = "it serves one GPU"
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in model.model.layers]
     kda = [attention.prefix for attention in attentions if hasattr(attention, "f_proj")]
