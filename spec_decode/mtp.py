@@ -37,7 +37,7 @@ def fused_draft(layers: Any, vllm_config: VllmConfig, option: str) -> Any:
     from vllm_ling.decode.fused import FusedPath, build_draft
 
     layer = next(iter(layers.values()))
-    return FusedPath("draft", option, lambda device: build_draft(layer, device), None)
+    return FusedPath("draft", option, lambda device: build_draft(layer, device))
 
 
 def draft_step(
@@ -47,7 +47,7 @@ def draft_step(
     joined = torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], dim=-1)
     residual = torch.empty_like(embeds)
     built.entry(joined, residual)
-    return layer.final_layernorm(built.body(residual, positions, None))
+    return layer.final_layernorm(built.body(residual, positions, {}))
 
 
 class LingMTPModel(BailingMoeV3MTPModel):

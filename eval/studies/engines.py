@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_ling.eval.studies.child import SETTINGS
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -99,6 +101,7 @@ def run_engines(
         EngineError: if the process fails; its message holds the end of the output.
     """
     env = {
+        **SETTINGS,
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -153,9 +156,8 @@ def _run(spec: EngineSpec) -> EngineRun:
         "disable_log_stats": False,
     }
     if torch.cuda.is_available():
-        engine["gpu_memory_utilization"] = (
-            0.15  # these models are small, and several engines follow each other
-        )
+        # These models are small, and other engines may come and go.
+        engine |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30}
     if spec.options:
         engine["additional_config"] = {"ling": spec.options}
     if spec.draft_tokens:

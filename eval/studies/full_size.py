@@ -3,7 +3,7 @@
 
 Run as `python -m vllm_ling.eval.studies.full_size --layers 12 --out FILE` on a GPU.
 
-Three engines follow each other, each in a process of its own: ours, ours with MTP drafts, stock. All tokens are known
+Three engines, each in a process of its own: ours, ours with MTP drafts, stock. All tokens are known
 in advance (see `seeded_weights`), so states are compared token by token: prompts, decoding of 1 to 8 sequences,
 sequences that come and go, verification of drafts, and state slots that aborted requests left behind.
 `full_size_bars` says what is allowed and why.
@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,9 @@ def main() -> int:
     )
     parser.add_argument("--without-stock", action="store_true", help="where stock vLLM cannot run")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="engines at a time; each holds its own weights"
+    )
     args = parser.parse_args()
     began = time.monotonic()
 
@@ -150,18 +154,21 @@ def main() -> int:
     specs = sides(options, args.model, args.layers, args.every, not args.without_stock)
     runs: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, spec in specs.items():
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
+
+        def run(name: str) -> None:
             say(f"{name}: starting")
-            file = Path(folder, f"{name}.pt")
+            spec, file = specs[name], Path(folder, f"{name}.pt")
             try:
                 run_child(SIDE, asdict(spec), file, stock=spec.options is None, timeout_s=args.timeout)
             except LingError as error:  # the others are worth having
                 say(f"{name}: {error}")
                 failed.append(f"{name}: {str(error).strip().splitlines()[-1]}")
-                continue
+                return
             runs[name] = torch.load(file)
             say(f"{name}: engine up after {runs[name]['start_s']} s, done after {runs[name]['seconds']} s")
+
+        list(pool.map(run, specs))
     exact, stale = reference(specs["ours"], say)
     vocabulary = exact[0]["logits"].shape[-1]
     found = judge(specs["ours"], runs, exact, stale, vocabulary)

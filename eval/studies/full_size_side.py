@@ -18,6 +18,7 @@ from vllm_ling.eval.studies.seeded_weights import LANES
 from vllm_ling.eval.studies.taps import Recorder, Row, Step, gather
 from vllm_ling.eval.studies.workloads import ANSWER, DRAFTED, LENGTHS, PLAIN, STOCK, Workload, drive, texts
 
+KV_CACHE_BYTES = 4 << 30
 PREFILL = "decode 8"  # the workload whose prompts are compared too
 
 
@@ -79,6 +80,9 @@ def run_side(spec: SideSpec) -> dict[str, Any]:
             max_model_len=1024,
             max_num_batched_tokens=2048,
             disable_log_stats=False,
+            # Plenty for these texts, and independent of what else the GPU holds.
+            gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
         )
     started = time.monotonic() - began
     requests, lane_texts, kept = Requests(llm), texts(vocabulary), []

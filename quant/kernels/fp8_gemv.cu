@@ -37,6 +37,40 @@ __device__ __forceinline__ void keep_better(float2 &best, const float2 &other) {
   if (other.x > best.x || (other.x == best.x && __float_as_int(other.y) < __float_as_int(best.y))) best = other;
 }
 
+// Four values of x after PROLOGUE 0, 2 or 3: what they are made of, asked for in a batch, as each such load takes a trip to L2.
+struct Piece {
+  uint2 x, up;
+  float factor;
+  __device__ __forceinline__ void load(const bf16_t *from, const float *factors, int i) {
+    int token = i / (K / 4), k = i % (K / 4) * 4;
+    const bf16_t *at = from + (size_t)token * (PROLOGUE == 2 ? 2 * K : K) + k;
+    x = load_fresh((const uint2 *)at);
+    if (PROLOGUE == 2) up = load_fresh((const uint2 *)(at + K));
+    if (PROLOGUE == 3) factor = load_fresh(factors + token * BLOCKS + k / 128);
+  }
+  __device__ __forceinline__ uint2 value() const {
+    if (PROLOGUE == 0) return x;
+    auto one = [&](float v, float u) { return PROLOGUE == 2 ? v * sigmoid(v) * u : factor * v; };
+    return make_uint2(pack_bf16(one(low_of(x.x), low_of(up.x)), one(high_of(x.x), high_of(up.x))),
+                      pack_bf16(one(low_of(x.y), low_of(up.y)), one(high_of(x.y), high_of(up.y))));
+  }
+};
+__device__ __forceinline__ void stage_x(bf16_t *staged, const bf16_t *x, const float *factors, int tokens) {
+  constexpr int THREADS = WARPS * 32, ROUNDS = (TOKENS * (K / 4) + THREADS - 1) / THREADS, BATCH = ROUNDS < 8 ? ROUNDS : 8;
+  int count = tokens * (K / 4);
+#pragma unroll 1
+  for (int first = threadIdx.x; first < count; first += BATCH * THREADS) {
+    Piece piece[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) piece[b].load(x, factors, min(first + b * THREADS, count - 1));
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+      int i = first + b * THREADS;
+      if (i < count) *(uint2 *)(staged + i / (K / 4) * X_STRIDE + i % (K / 4) * 4) = in_fp8_order(piece[b].value());
+    }
+  }
+}
+
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
 // y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties; `best` holds
 // CTAs x COLUMNS pairs, `counter` starts at zero. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
@@ -69,27 +103,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   // Weights do not depend on the producer: ask for them before waiting for x.
   int next = 0;
   for (; next < STAGES; next++) fetch(next);
-#if PROLOGUE == 2
-  wait_for_producer();
-  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
-    int token = i / (K / 4), k = i % (K / 4) * 4;
-    const bf16_t *at = x + (size_t)token * 2 * K + k;
-    uint2 g = load_fresh((const uint2 *)at), u = load_fresh((const uint2 *)(at + K));
-    auto act = [](float gate, float up) { return gate * sigmoid(gate) * up; };
-    uint2 v = make_uint2(pack_bf16(act(low_of(g.x), low_of(u.x)), act(high_of(g.x), high_of(u.x))),
-                         pack_bf16(act(low_of(g.y), low_of(u.y)), act(high_of(g.y), high_of(u.y))));
-    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(v);
-  }
-#elif PROLOGUE == 3
-  wait_for_producer();
-  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
-    int token = i / (K / 4), k = i % (K / 4) * 4;
-    float f = load_fresh(factors + token * BLOCKS + k / 128);
-    uint2 v = load_fresh((const uint2 *)(x + (size_t)token * K + k));
-    v = make_uint2(pack_bf16(f * low_of(v.x), f * high_of(v.x)), pack_bf16(f * low_of(v.y), f * high_of(v.y)));
-    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(v);
-  }
-#elif PROLOGUE == 1
+#if PROLOGUE == 1
   typedef Rows<TOKENS, K, WARPS * 32> XRows;
   XRows row, norm;
   norm.load_weight(norm_weight);
@@ -105,10 +119,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   }
 #else
   wait_for_producer();
-  for (int i = threadIdx.x; i < tokens * (K / 4); i += WARPS * 32) {
-    int token = i / (K / 4), k = i % (K / 4) * 4;
-    *(uint2 *)(s.x + token * X_STRIDE + k) = in_fp8_order(load_fresh((const uint2 *)(x + (size_t)token * K + k)));
-  }
+  stage_x(s.x, x, factors, tokens);
 #endif
   __syncthreads();
 
@@ -121,6 +132,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int used = 0;
   for (int tile = first; KSPLIT > 1 ? tile - first + (int)blockIdx.x < tiles : tile < tiles; tile += stride) {
     float acc[GROUPS_OF_8][4] = {};
+#if !ARGMAX
+    float added[GROUPS_OF_8 * 4] = {};
+    if (residual && part == 0) {
+#pragma unroll
+      for (int i = 0; i < GROUPS_OF_8 * 4; i++) {
+        int row = tile * 16 + g + (i >> 1 & 1) * 8, token = i / 4 * 8 + 2 * t + (i & 1);
+        if (row < rows && token < tokens) added[i] = load_fresh(residual + (size_t)token * rows + row);
+      }
+    }
+#endif
     for (int step = 0; step < STEPS; step++) {
       int block = part + step * KSPLIT;
       wait_copies<STAGES - 1>();
@@ -169,8 +190,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       value = to_float(to_bf16(value));
       if (value > top[c][i & 1] || (value == top[c][i & 1] && row < where[c][i & 1])) top[c][i & 1] = value, where[c][i & 1] = row;
 #else
-      if (residual) value += load_fresh(residual + (size_t)token * rows + row);
-      y[(size_t)token * rows + row] = to_bf16(value);
+      y[(size_t)token * rows + row] = to_bf16(value + added[i]);
 #endif
     }
   }

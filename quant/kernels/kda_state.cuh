@@ -26,16 +26,42 @@ struct StepShared {
   float beta[TOKENS][WARPS];    // parts of its logit, one a warp
   float o[TOKENS][ROWS];
   float norm[SPLIT][TOKENS];    // sums of squares of o, pushed by each CTA of the cluster
+  unsigned long long norms_in;  // completes when `norm` is whole
   int slots[TOKENS];
 };
+static_assert(TOKENS <= WARPS, "a warp norms one token");
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Once `bytes` were pushed into this CTA, wait_pushed returns; `cluster_wait` tells that every CTA of the cluster expects its own.
+// A cluster barrier in place of both would wait for the state's stores too: its release covers all memory.
+__device__ __forceinline__ void expect_pushed(unsigned long long *barrier, int bytes) {
+  uint32_t at = (uint32_t)__cvta_generic_to_shared(barrier);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Stores into the shared memory of another CTA of the cluster.
-__device__ __forceinline__ void store_remote(float *local, int cta, float value) {
+__device__ __forceinline__ uint32_t remote(const void *local, int cta) {
   uint32_t at;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"((uint32_t)__cvta_generic_to_shared(local)), "r"(cta));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+  return at;
+}
+__device__ __forceinline__ void push(float *local, unsigned long long *barrier, int cta, float value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote(local, cta)),
+               "r"(__float_as_uint(value)), "r"(remote(barrier, cta))
+               : "memory");
+}
+__device__ __forceinline__ void wait_pushed(const unsigned long long *barrier) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"((uint32_t)__cvta_generic_to_shared(barrier))
+        : "memory");
 }
 
 // One channel's convolution: history and weights first, then the tokens.
@@ -132,21 +158,16 @@ struct StateRow {
   }
 };
 
-// o / rms(o) * weight * sigmoid(gate) of all tokens into `out` (the CTA's first number of the head), the norm over the head: every
-// CTA tells the others its part. `gate_of(token)` gives this lane's. The cluster has started (cluster_wait was called).
-template <class Gate>
-__device__ __forceinline__ void write_normed(StepShared &s, bf16_t *out, Gate gate_of, float weight, float eps, int part, int count) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll 1
-  for (int n = warp; n < count; n += WARPS) {
-    float sum = warp_sum(s.o[n][lane] * s.o[n][lane]);
-    if (lane < SPLIT) store_remote(&s.norm[part][n], lane, sum);
-  }
-  cluster_arrive();
+// o / rms(o) * weight * sigmoid(gate) of token `warp` into `out` (the CTA's first number of the head), the norm over the head:
+// every CTA tells the others its part. `gate` and `weight` are this lane's. When it returns, all CTAs are done with the tokens, and
+// none will touch this one again.
+__device__ __forceinline__ void write_normed(StepShared &s, bf16_t *out, float gate, float weight, float eps, int part, int count) {
+  int lane = threadIdx.x & 31, n = threadIdx.x >> 5;
+  float o = n < count ? s.o[n][lane] : 0.f, sum = warp_sum(o * o);
   cluster_wait();
-#pragma unroll 1
-  for (int n = warp; n < count; n += WARPS) {
-    float f = rsqrtf(((s.norm[0][n] + s.norm[1][n]) + (s.norm[2][n] + s.norm[3][n])) / DIM + eps);
-    out[(size_t)n * (HEADS * DIM) + lane] = to_bf16(s.o[n][lane] * f * weight * sigmoid(gate_of(n)));
-  }
+  if (n < count && lane < SPLIT) push(&s.norm[part][n], &s.norms_in, lane, sum);
+  wait_pushed(&s.norms_in);
+  if (n >= count) return;
+  float f = rsqrtf(((s.norm[0][n] + s.norm[1][n]) + (s.norm[2][n] + s.norm[3][n])) / DIM + eps);
+  out[(size_t)n * (HEADS * DIM) + lane] = to_bf16(o * f * weight * sigmoid(gate));
 }

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int n = warp; n < count; n += WARPS) out[(size_t)(first + n) * (HEADS * DIM) + head * DIM + part * ROWS + lane] = bf16_t{0};
     return;
   }
-  cluster_arrive();  // waited for before the first remote store: the others have started
+  expect_pushed(&s.norms_in, SPLIT * count * (int)sizeof(float));
 
   StateRow state;
   state.load(states, state_slot, from, head, part);
@@ -56,18 +56,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (warp == 0) vs[n] = load_fresh(token + 2 * HEADS * DIM + v_channel);
     if (is_k) f[n] = load_fresh(token + 3 * HEADS * DIM + qk_channel);
   }
+  float gate = warp < count ? load_fresh(x + (size_t)warp * PROJECTED + 4 * HEADS * DIM + v_channel) : 0.f;
   // beta's logit, for every CTA of the head by itself.
   float logit[TOKENS] = {};
+  uint32_t words[B_WORDS][TOKENS];
 #pragma unroll
-  for (int i = 0; i < B_WORDS; i++) {
-    if (tid + i * THREADS >= HIDDEN / 2) break;
-    uint32_t v[TOKENS];
+  for (int i = 0; i < B_WORDS; i++)
 #pragma unroll
     for (int n = 0; n < TOKENS; n++)
-      v[n] = load_fresh((const uint32_t *)(normed + (size_t)(first + (n < count ? n : 0)) * HIDDEN) + tid + i * THREADS);
+      words[i][n] = load_fresh((const uint32_t *)(normed + (size_t)(first + (n < count ? n : 0)) * HIDDEN) + min(tid + i * THREADS, HIDDEN / 2 - 1));
 #pragma unroll
-    for (int n = 0; n < TOKENS; n++) logit[n] += low_of(v[n]) * low_of(b[i]) + high_of(v[n]) * high_of(b[i]);
-  }
+  for (int i = 0; i < B_WORDS; i++)  // b is zero from HIDDEN / 2 on
+#pragma unroll
+    for (int n = 0; n < TOKENS; n++) logit[n] += low_of(words[i][n]) * low_of(b[i]) + high_of(words[i][n]) * high_of(b[i]);
 #pragma unroll
   for (int n = 0; n < TOKENS; n++) {
     float sum = warp_sum(logit[n]);
@@ -91,11 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __syncthreads();
   state.run(s, states, state_slot, count);
   __syncthreads();
-  cluster_wait();
-  write_normed(
-      s, out + (size_t)first * (HEADS * DIM) + head * DIM + part * ROWS,
-      [&](int n) { return load_fresh(x + (size_t)n * PROJECTED + 4 * HEADS * DIM + v_channel); }, norm_weight, eps, part, count);
-  // Everybody has read the history by now.
+  write_normed(s, out + (size_t)first * (HEADS * DIM) + head * DIM + part * ROWS, gate, norm_weight, eps, part, count);
+  // All CTAs have read the history by now.
   if (part == 0) qk.save(conv, xs, count);
   if (warp == 0) value.save(conv, vs, count);
 }

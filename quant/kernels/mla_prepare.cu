@@ -9,10 +9,9 @@
 #define PROJECTED (HEADS * QUERY + LATENT + ROPE)  // queries, latent, key of one token
 static_assert(LATENT % 128 == 0 && NOPE % 64 == 0 && ROPE == 64 && HEADS % WARPS == 0 && HIDDEN % 256 == 0, "mla_prepare.py: shape");
 
-// Lane i turns pair i of the 32 pairs.
-__device__ __forceinline__ uint32_t turned(uint32_t pair, const bf16_t *cos_sin) {
-  int lane = threadIdx.x & 31;
-  float c = to_float(cos_sin[lane]), s = to_float(cos_sin[ROPE / 2 + lane]), a = low_of(pair), b = high_of(pair);
+// A pair of values by a cosine and a sine.
+__device__ __forceinline__ uint32_t turned(uint32_t pair, float c, float s) {
+  float a = low_of(pair), b = high_of(pair);
   return pack_bf16(a * c - b * s, b * c + a * s);
 }
 
@@ -24,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y;
   let_consumer_start();
   const bf16_t *turn = cos_sin + (size_t)positions[token] * ROPE, *from = projected + (size_t)token * PROJECTED;
+  float cosine = to_float(turn[lane]), sine = to_float(turn[ROPE / 2 + lane]);  // lane i turns pair i of the 32
   if (blockIdx.x == 0) {
     wait_for_producer();
     const uint32_t *in = (const uint32_t *)(from + HEADS * QUERY);
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         ((uint32_t *)(latent + (size_t)token * LATENT))[i * 32 + lane] = pack_bf16(low_of(n) * low_of(w), high_of(n) * high_of(w));
       }
     } else if (warp == 1) {
-      ((uint32_t *)(key + (size_t)token * ROPE))[lane] = turned(load_fresh(in + LATENT / 2 + lane), turn);
+      ((uint32_t *)(key + (size_t)token * ROPE))[lane] = turned(load_fresh(in + LATENT / 2 + lane), cosine, sine);
     }
     return;
   }
@@ -53,17 +53,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   wait_for_producer();
   const uint32_t *in = (const uint32_t *)(from + head * QUERY);
   uint32_t *out = (uint32_t *)(query + ((size_t)token * HEADS + head) * QUERY);
+  // All loads first: each takes a trip to L2.
+  uint32_t q[QUERY / 64];
+  uint4 x[HIDDEN / 256];
 #pragma unroll
-  for (int i = 0; i < NOPE / 64; i++) out[i * 32 + lane] = load_fresh(in + i * 32 + lane);
-  out[NOPE / 2 + lane] = turned(load_fresh(in + NOPE / 2 + lane), turn);
+  for (int i = 0; i < QUERY / 64; i++) q[i] = load_fresh(in + i * 32 + lane);
+#pragma unroll
+  for (int i = 0; i < HIDDEN / 256; i++) x[i] = load_fresh((const uint4 *)(normed + (size_t)token * HIDDEN) + i * 32 + lane);
+#pragma unroll
+  for (int i = 0; i < NOPE / 64; i++) out[i * 32 + lane] = q[i];
+  out[NOPE / 2 + lane] = turned(q[NOPE / 64], cosine, sine);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < HIDDEN / 256; i++) {
-    uint4 v = load_fresh((const uint4 *)(normed + (size_t)token * HIDDEN) + i * 32 + lane);
+  for (int i = 0; i < HIDDEN / 256; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      sum += low_of(word_of(v, j)) * low_of(word_of(w[i], j)) + high_of(word_of(v, j)) * high_of(word_of(w[i], j));
-  }
+      sum += low_of(word_of(x[i], j)) * low_of(word_of(w[i], j)) + high_of(word_of(x[i], j)) * high_of(word_of(w[i], j));
   sum = warp_sum(sum);
   if (lane == 0) gate[token * HEADS + head] = sigmoid(sum);
 }

@@ -66,28 +66,28 @@ __device__ __forceinline__ int overlap(int begin, int end, int unit, int size) {
 // Adds all parts of a unit of the output and writes it.
 __device__ __forceinline__ void finish_unit(const Scratch *scratch, const Work &work, int unit, const bf16_t *residual, bf16_t *out,
                                             int tokens) {
-  constexpr int QUADS = DOWN_GROUP * 16, AT_ONCE = DOWN_PARTS < 8 ? DOWN_PARTS : 8;
+  constexpr int QUADS = DOWN_GROUP * 16, AT_ONCE = DOWN_PARTS < 16 ? DOWN_PARTS : 16;  // loads on their way together
   int begin = unit * work.row.d;
   int parts = work.pairs ? work.down_quota.of(begin + work.row.d - 1) - work.down_quota.of(begin) + 1 : 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < tokens * QUADS; i += THREADS) {
     int token = i / QUADS, block = unit * DOWN_GROUP + i % QUADS / 16, row = i % 16 * 4;
-    float4 sum = shared_sum<SHARED_DOWN_ITEMS, SHARED_DOWN_QUOTA>(scratch->shared_down, block * 64 + row, token);
+    size_t at = (size_t)token * HIDDEN + block * 64 + row;
+    uint2 r = residual ? load_fresh((const uint2 *)(residual + at)) : make_uint2(0u, 0u);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), shared = sum;
 #pragma unroll 1
-    for (int first = 0; first < parts; first += AT_ONCE) {
+    for (int first = 0; first == 0 || first < parts; first += AT_ONCE) {
       float4 part[AT_ONCE];
 #pragma unroll
       for (int p = 0; p < AT_ONCE; p++)
         part[p] = first + p < parts ? load_fresh((const float4 *)&scratch->down[block][min(first + p, DOWN_PARTS - 1)][token][row])
                                     : make_float4(0.f, 0.f, 0.f, 0.f);
+      if (first == 0) shared = shared_sum<SHARED_DOWN_ITEMS, SHARED_DOWN_QUOTA>(scratch->shared_down, block * 64 + row, token);
 #pragma unroll
       for (int p = 0; p < AT_ONCE; p++) add(sum, part[p]);
     }
-    size_t at = (size_t)token * HIDDEN + block * 64 + row;
-    if (residual) {
-      uint2 r = load_fresh((const uint2 *)(residual + at));
-      add(sum, make_float4(low_of(r.x), high_of(r.x), low_of(r.y), high_of(r.y)));
-    }
+    add(sum, shared);
+    add(sum, make_float4(low_of(r.x), high_of(r.x), low_of(r.y), high_of(r.y)));
     *(uint2 *)(out + at) = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
   }
 }
@@ -102,8 +102,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  let_consumer_start();
-
   // Weights do not depend on the producer: ask for them before waiting for x.
   float4 gate_part[GATE_PIECES];
   SharedItem item;
@@ -170,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
   }
 
+  let_consumer_start();  // not before: its weights would compete with ours
   arrive_at(scratch->barrier[2]);
   fetch_item<SHARED_INTER>(item, shared_w2, blockIdx.x * SHARED_DOWN_QUOTA + warp, SHARED_DOWN_TILES);
   wait_at(scratch->barrier[2]);

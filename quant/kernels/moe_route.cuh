@@ -3,9 +3,9 @@
 #pragma once
 #include "moe_shape.cuh"
 
-#define ROW_WARPS 4                            // warps that share one row of the gate
-#define ROWS_AT_ONCE (WARPS / ROW_WARPS)
 constexpr int ROWS_PER_CTA = ceil_div(EXPERTS, GRID);
+constexpr int ROW_WARPS = WARPS / 4 >= ROWS_PER_CTA ? 4 : 2;  // warps that share one row of the gate: one pass if two can do it
+constexpr int ROWS_AT_ONCE = WARPS / ROW_WARPS;
 constexpr int GATE_PIECES = ceil_div(HIDDEN / 128, ROW_WARPS);
 constexpr int SEGMENTS = EXPERTS / 32;         // of 32 experts, one a lane
 constexpr int SEGMENTS_PER_WARP = ceil_div(SEGMENTS, WARPS);
@@ -110,6 +110,7 @@ __device__ __forceinline__ uint32_t eligible_groups(const float2 *best) {
     top = make_float2(fmaxf(top.x, other.x), fmaxf(fmaxf(top.y, other.y), fminf(top.x, other.x)));
   }
   float sum = top.x + top.y;
+  if ((__float_as_uint(sum) & 0x7FFFFFFFu) > 0x7F800000u) sum = -__int_as_float(0x7F800000);  // NaN is below all numbers
 #pragma unroll 8
   for (int other = 0; other < GROUPS; other++) {
     float o = __shfl_sync(~0u, sum, other);

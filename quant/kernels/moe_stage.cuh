@@ -52,7 +52,8 @@ __device__ __forceinline__ void stage_x(Shared &s, int tokens) {
 __device__ __forceinline__ void stage_routed(Shared &s, const Scratch *scratch, const Work &work, int begin, int end, int first_pair,
                                              float limit) {
   // 16 lanes a step with one quad of rows each, or with many tokens 8 lanes with two.
-  constexpr int QUADS = TOKENS > 4 ? 2 : 1, LANES = 16 / QUADS, AT_ONCE = UP_PARTS < 4 ? UP_PARTS : 4;
+  constexpr int QUADS = TOKENS > 4 ? 2 : 1, LANES = 16 / QUADS, MOST = TOKENS == 1 ? 8 : 4,
+                AT_ONCE = UP_PARTS < MOST ? UP_PARTS : MOST;  // parts on their way together; fewer with many tokens, of which a unit has fewer
   int lane = threadIdx.x & 31, j = lane % LANES;
   uint32_t lanes = ((1u << LANES) - 1) << (lane & ~(LANES - 1));
 #pragma unroll 1

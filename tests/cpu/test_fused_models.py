@@ -116,7 +116,7 @@ def test_draft_step_joins_embedding_and_hidden_state() -> None:
     layer = SimpleNamespace(
         enorm=lambda x: x * 2, hnorm=lambda x: x * 3, final_layernorm=lambda x: x.mul(100.0)
     )
-    built = SimpleNamespace(entry=entry, body=lambda x, positions, batch: x + positions[:, None])
+    built = SimpleNamespace(entry=entry, body=lambda x, positions, batches: x + positions[:, None])
     embeds, hidden = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])
     found = mtp.draft_step(layer, built, embeds, hidden, POSITIONS)
     assert seen[0].tolist() == [[2, 30], [4, 60]]
@@ -161,6 +161,7 @@ def config(**sizes: int) -> Any:
 
 
 KDA = SimpleNamespace(self_attn=SimpleNamespace(prefix="model.layers.1.self_attn", f_proj=None))
+OTHER_KDA = SimpleNamespace(self_attn=SimpleNamespace(prefix="model.layers.3.self_attn", f_proj=None))
 MLA = SimpleNamespace(self_attn=SimpleNamespace(prefix="model.layers.0.self_attn"))
 MISSING = SimpleNamespace()
 
@@ -185,9 +186,9 @@ def test_who_has_no_target_path(layers: Any, sizes: dict[str, int], option: str,
     assert decided.choice == "layers" and reason in decided.reason
 
 
-def test_the_target_path_asks_the_first_kda_layer() -> None:
-    found = fused_target(model_of(MISSING, MLA, KDA), config(), "auto")
-    assert found._kda == "model.layers.1.self_attn" and not STATUS.choices
+def test_the_target_path_asks_every_kda_layer() -> None:
+    found = fused_target(model_of(MISSING, KDA, MLA, OTHER_KDA), config(), "auto")
+    assert found._kda == ["model.layers.1.self_attn", "model.layers.3.self_attn"] and not STATUS.choices
 
 
 @pytest.mark.parametrize(
@@ -204,4 +205,4 @@ def test_who_has_no_draft_path(layers: Any, sizes: dict[str, int], option: str, 
 
 
 def test_the_draft_path_has_no_kda_layer() -> None:
-    assert fused_draft({0: MLA}, config(), "auto")._kda is None
+    assert fused_draft({0: MLA}, config(), "auto")._kda == ()

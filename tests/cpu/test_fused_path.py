@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused path beside vLLM's layers: which batches it takes, when it is built, and that a failure is final."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +73,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[Situation]:
     STATUS.choices.clear()
 
 
-def path(now: Situation, option: str = "auto", kda: str | None = "kda") -> FusedPath:
+def path(now: Situation, option: str = "auto", kda: Sequence[str] = ("kda",)) -> FusedPath:
     return FusedPath("target", option, now.build, kda)
 
 
@@ -90,18 +90,18 @@ def test_a_decode_builds_once_and_takes_the_path(now: Situation) -> None:
     now.plan()
     ours = path(now)
     first = ours.take(1, CPU, "")
-    assert first is not None and first[1] is not None and first[1].slots.tolist() == [3]
+    assert first is not None and first[1]["kda"].slots.tolist() == [3]
     now.plan(non_spec_state_indices_tensor=torch.tensor([5], dtype=torch.int32))
     second = ours.take(1, CPU, "")
     assert second is not None and second[0] is first[0]
-    assert second[1] is not None and second[1].slots.tolist() == [5], "the batch is each step's own"
+    assert second[1]["kda"].slots.tolist() == [5], "the batch is each step's own"
     assert now.builds == 1
     decided = STATUS.choices["target decode"]
     assert decided.choice == "fused" and "ling.decode=auto" in decided.reason
 
 
-@pytest.mark.parametrize("kda", ["kda", None], ids=["target", "draft"])
-def test_graphs_of_pieces_go_through_vllm(now: Situation, kda: str | None) -> None:
+@pytest.mark.parametrize("kda", [("kda",), ()], ids=["target", "draft"])
+def test_graphs_of_pieces_go_through_vllm(now: Situation, kda: tuple[str, ...]) -> None:
     """vLLM plans their captures like decodes and replays them for prompts; whole graphs are only for decodes."""
     now.plan()
     ours = path(now, kda=kda)
@@ -121,8 +121,21 @@ def test_breakable_graphs_keep_vllm_s_layers(now: Situation, monkeypatch: pytest
 def test_a_verification_takes_the_path(now: Situation) -> None:
     now.drafts(4)
     taken = path(now).take(4, CPU, "")
-    assert taken is not None and taken[1] is not None
-    assert taken[1].longest == 4 and taken[1].starts is not None and taken[1].starts.tolist() == [0, 4]
+    assert taken is not None
+    batch = taken[1]["kda"]
+    assert batch.longest == 4 and batch.starts is not None and batch.starts.tolist() == [0, 4]
+
+
+def test_every_kda_layer_gets_the_slots_of_its_own_group(now: Situation) -> None:
+    """vLLM puts the layers' states into several groups: slot 3 of one is another sequence's in the next."""
+    now.plan()
+    first = now.plans["kda"]
+    now.plan(non_spec_state_indices_tensor=torch.tensor([8], dtype=torch.int32))
+    now.plans = {"a": first, "b": now.plans["kda"], "c": first}
+    taken = path(now, kda=("a", "b", "c")).take(1, CPU, "")
+    assert taken is not None
+    assert {name: batch.slots.tolist() for name, batch in taken[1].items()} == {"a": [3], "b": [8], "c": [3]}
+    assert taken[1]["a"] is taken[1]["c"], "read once a group"
 
 
 @pytest.mark.parametrize(
@@ -208,14 +221,16 @@ def test_a_failure_is_final_and_said(
 
 
 def test_the_draft_needs_a_plan_but_no_sequences(now: Situation) -> None:
-    ours = path(now, kda=None)
+    ours = path(now, kda=())
     assert ours.take(1, CPU, "") is None and now.builds == 0
     now.plans = {"mla": SimpleNamespace()}
     taken = ours.take(8, CPU, "")
-    assert taken is not None and taken[1] is None
+    assert taken is not None and taken[1] == {}
     assert ours.take(9, CPU, "") is None
 
 
 def test_a_plan_without_our_layer_is_a_profiling_run(now: Situation) -> None:
     now.plan()
-    assert path(now, kda="another").take(1, CPU, "") is None and now.builds == 0 and not STATUS.choices
+    assert (
+        path(now, kda=("kda", "another")).take(1, CPU, "") is None and now.builds == 0 and not STATUS.choices
+    )

@@ -171,16 +171,18 @@ def test_x_of_any_magnitude(magnitude: float, device: torch.device, decoders: di
             assert rms(out[:1], exact[:1]) < RMS and rms(out[1:], exact[1:]) < RMS
 
 
-def test_nan_stays_in_its_token(device: torch.device, decoders: dict) -> None:
-    shape, kernel = SHAPES["flash"], decoder(decoders, "flash", True, device)
+@pytest.mark.parametrize("name", ["flash", "flash tp2"])
+def test_nan_stays_in_its_token(name: str, device: torch.device, decoders: dict) -> None:
+    """One value, and a whole row: all experts of such a token compare equal, and its neighbours must not notice."""
+    shape, kernel = SHAPES[name], decoder(decoders, name, True, device)
     w = random_moe_layer(shape, device)
-    x = torch.randn(4, shape.hidden, device=device, dtype=torch.float32).bfloat16()
+    x = torch.randn(8, shape.hidden, device=device, dtype=torch.float32).bfloat16()
     exact = moe_reference(shape, x, w, SCALING, 0.0, 0.0)
-    x[2, 7] = torch.nan
+    x[2, 7], x[6] = torch.nan, torch.nan
     out = torch.empty_like(x)
     kernel(x, w, out, SCALING, 0.0, 0.0)
-    assert out[2].isnan().any()
-    keep = [0, 1, 3]
+    assert out[2].isnan().any() and out[6].isnan().all()
+    keep = [0, 1, 3, 4, 5, 7]
     assert rms(out[keep], exact[keep]) < RMS
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from vllm_ling.bench.chain import Chain, random_kda
-from vllm_ling.bench.layers import random_fp8
+from vllm_ling.bench.layers import FLASH, random_fp8
+from vllm_ling.decode.body import FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep
+from vllm_ling.decode.layers import KdaLayer, MoELayer, Projection
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
 from vllm_ling.decode.reference import kda_step_reference, mla_prepare_reference, rms_norm
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
@@ -135,20 +137,21 @@ def test_kda_steps_follow_each_other(device: torch.device, steps: dict) -> None:
         at += accepted
 
 
+@pytest.mark.parametrize("shape", [MLA, MlaShape(heads=32, hidden=2560)], ids=["small", "flash"])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_mla_prepare(tokens: int, device: torch.device) -> None:
+def test_mla_prepare(tokens: int, shape: MlaShape, device: torch.device) -> None:
     w = MlaWeights(
         latent_norm=(1 + normal(512, scale=0.1)).bfloat16(),
-        gate=normal(MLA.heads, MLA.hidden, scale=0.05).bfloat16(),
+        gate=normal(shape.heads, shape.hidden, scale=0.05).bfloat16(),
         cos_sin=normal(100, 64).clamp(-1, 1).bfloat16(),
         eps=1e-6,
     )
     projected, normed = (
-        normal(tokens, sum(MLA.projected)).bfloat16(),
-        normal(tokens, MLA.hidden).bfloat16(),
+        normal(tokens, sum(shape.projected)).bfloat16(),
+        normal(tokens, shape.hidden).bfloat16(),
     )
     positions = torch.randint(0, 100, (tokens,), device=device)
-    exact = mla_prepare_reference(MLA, projected, normed, positions, w)
+    exact = mla_prepare_reference(shape, projected, normed, positions, w)
     ours = MlaInputs(
         *(
             torch.full(t.shape, torch.nan, device=device, dtype=torch.bfloat16)
@@ -156,8 +159,8 @@ def test_mla_prepare(tokens: int, device: torch.device) -> None:
         ),
         torch.full(exact.gate.shape, torch.nan, device=device, dtype=torch.float32),
     )
-    MlaPrepare(MLA, gpu_of(device), default_cache())(projected, normed, positions, w, ours)
-    moved = mla_prepare_reference(MLA, projected, normed, (positions + 1) % 100, w)
+    MlaPrepare(shape, gpu_of(device), default_cache())(projected, normed, positions, w, ours)
+    moved = mla_prepare_reference(shape, projected, normed, (positions + 1) % 100, w)
     for name in ("query", "latent", "key", "gate"):
         assert rms(getattr(ours, name), getattr(exact, name)) < RMS, name
     for name in ("query", "key"):
@@ -166,7 +169,10 @@ def test_mla_prepare(tokens: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("prologue", ["norm", "swiglu", "gated"])
-@pytest.mark.parametrize(("parts", "k"), [((12288, 4096, 4096), 2560), ((384, 144), 640), ((256,), 4096)])
+@pytest.mark.parametrize(
+    ("parts", "k"),
+    [((12288, 4096, 4096), 2560), ((6144, 576), 2560), ((2560,), 4096), ((2560,), 6144), ((384, 144), 640)],
+)
 def test_gemv_prologues(
     parts: tuple[int, ...], k: int, prologue: Prologue, tokens: int, device: torch.device
 ) -> None:
@@ -213,6 +219,64 @@ def test_moe_block_with_norm_in_place(tokens: int, device: torch.device) -> None
     decoder(out, w, out, 2.5, 0.0, 0.0, residual=out, norm=(weight, 1e-6))
     assert rms(out, exact) < RMS
     assert rms(out, moe_reference(shape, x, w, 2.5, 0.0, 0.0) + x.float()) > RMS
+
+
+def dense(projection: Projection) -> torch.Tensor:
+    parts = zip(projection.weight, projection.scales, strict=True)
+    return torch.cat([dequantize_block_fp8(weight, scales) for weight, scales in parts])
+
+
+def layer_reference(
+    layer: FusedLayer, x: torch.Tensor, batch: dict[str, KdaBatch], scale: float
+) -> torch.Tensor:
+    """A KDA and MoE layer in float32 but for the values that the kernels hand each other in BF16.
+
+    `scale`: factor of the attention's output; 1 is right.
+    """
+    kda, moe = layer.attention, layer.mlp
+    assert isinstance(kda, KdaLayer) and isinstance(moe, MoELayer)
+    normed = rms_norm(x, *kda.norm).bfloat16()
+    projected = (normed.float() @ dense(kda.in_proj).T).bfloat16()
+    mixed = kda_step_reference(kda.step.shape, projected, normed, kda.weights, kda.states(), batch[kda.name])
+    x = (x.float() + scale * mixed.bfloat16().float() @ dense(kda.out_proj).T).bfloat16()
+    normed = rms_norm(x, *moe.norm).bfloat16()
+    return x.float() + moe_reference(FLASH, normed, moe.weights(), moe.scaling, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_layers_of_flash_against_the_reference(tokens: int, device: torch.device) -> None:
+    """Two layers at full size, launched one after another without a pause: what one writes, the next must see.
+
+    Each layer is judged on what our layer before it gave.
+    """
+    chain = Chain(2, device)
+    for layer in chain.layers:
+        for tensor in layer.attention.states().__dict__.values():
+            tensor.copy_(normal(*tensor.shape, scale=0.3))
+    x, batch = normal(tokens, 2560).bfloat16(), chain.batch(tokens)
+    positions = torch.zeros(tokens, device=device, dtype=torch.int64)
+    before = [copy.deepcopy(layer.attention.states()) for layer in chain.layers]
+    chain.body.taps = {}
+    out = chain.body(x.clone(), positions, batch)
+    given = [x, chain.body.taps[0]]
+    chain.body.taps = None
+    for layer, states_before in zip(chain.layers, before, strict=True):
+        for name, tensor in layer.attention.states().__dict__.items():
+            tensor.copy_(getattr(states_before, name))
+    assert torch.equal(chain.body(x.clone(), positions, batch), out), (
+        "with and without a pause after each layer"
+    )
+    for number, layer in enumerate(chain.layers):
+        ours = chain.layers[number]
+        for name, tensor in ours.attention.states().__dict__.items():
+            tensor.copy_(getattr(before[number], name))
+        added = (out if number else given[1]).float() - given[number].float()
+        exact = layer_reference(layer, given[number], batch, 1.0) - given[number].float()
+        for name, tensor in ours.attention.states().__dict__.items():
+            tensor.copy_(getattr(before[number], name))
+        wrong = layer_reference(layer, given[number], batch, 0.0) - given[number].float()
+        print(tokens, number, rms(added, exact), rms(added, wrong))
+        assert rms(added, exact) < 2 * RMS < rms(added, wrong)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -43,6 +43,7 @@ class Chain:
         state = torch.zeros(18, KDA.heads, 128, 128, device=self.device, dtype=torch.float32)
         weights = random_moe_layer(FLASH, self.device)
         kda = KdaLayer(
+            "kda",
             (norm, 1e-6),
             self._projection((3 * _WIDE, _WIDE, _WIDE), FLASH.hidden, "norm"),
             self._step,
@@ -52,17 +53,14 @@ class Chain:
         )
         return FusedLayer(kda, MoELayer((norm, 1e-6), self._moe, lambda: weights, 2.5, 0.0, 0.0))
 
-    def batch(self, tokens: int) -> KdaBatch:
-        """One sequence: a plain decode, or a verification of `tokens` tokens."""
+    def batch(self, tokens: int) -> dict[str, KdaBatch]:
+        """One sequence, the same for all layers: a plain decode, or a verification of `tokens` tokens."""
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         if tokens == 1:
-            return KdaBatch(torch.ones(1, **integers))
-        return KdaBatch(
-            torch.arange(1, tokens + 1, **integers)[None],
-            torch.tensor([0, tokens], **integers),
-            torch.ones(1, **integers),
-            tokens,
-        )
+            return {"kda": KdaBatch(torch.ones(1, **integers))}
+        slots = torch.arange(1, tokens + 1, **integers)[None]
+        starts = torch.tensor([0, tokens], **integers)
+        return {"kda": KdaBatch(slots, starts, torch.ones(1, **integers), tokens)}
 
 
 def random_kda(shape: KdaShape, device: torch.device) -> KdaWeights:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole decode step over the layers: from the embedding to the residual stream before the final norm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,19 +30,18 @@ class FusedBody:
         self.taps: dict[int, torch.Tensor] | None = None
 
     def __call__(
-        self, residual: torch.Tensor, positions: torch.Tensor, batch: KdaBatch | None
+        self, residual: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, KdaBatch]
     ) -> torch.Tensor:
         """Adds every layer to `residual` (BF16 [tokens, hidden], contiguous) in place and returns it.
 
         Args:
             residual: the embedding.
             positions: int64 [tokens].
-            batch: the KDA layers' sequences; None only if there is no such layer.
+            batches: the sequences as each KDA layer, by its name, has them.
         """
         for number, layer in enumerate(self._layers):
             if isinstance(layer.attention, KdaLayer):
-                assert batch is not None
-                layer.attention(residual, self._space, batch)
+                layer.attention(residual, self._space, batches)
             else:
                 layer.attention(residual, self._space, positions)
             layer.mlp(residual, self._space)

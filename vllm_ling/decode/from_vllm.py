@@ -4,7 +4,7 @@
 Every function raises `Unsuitable` with the reason why a model stays on vLLM's layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,7 @@ def kda_layer(kernels: Kernels, attention: BailingMoeV3KimiDeltaAttention, norm:
         return KdaStates(conv_state if dim_first else conv_state.transpose(-1, -2), recurrent)
 
     return KdaLayer(
+        attention.prefix,
         norm,
         projection(
             kernels, (attention.qkv_proj, attention.f_proj, attention.g_proj), "norm", "KDA's in_proj"
@@ -228,6 +229,25 @@ def attention_layer(kernels: Kernels, attention: Any, norm: Norm) -> KdaLayer | 
     if isinstance(attention, BailingMoeV3KimiDeltaAttention):
         return kda_layer(kernels, attention, norm)
     return mla_layer(kernels, attention, norm)
+
+
+def kda_batches(
+    plans: Mapping[str, Any], names: Sequence[str], tokens: int
+) -> tuple[dict[str, KdaBatch], str]:
+    """The sequences of every KDA layer named, or nothing and what speaks against the kernel.
+
+    vLLM keeps the layers' states in several groups (`kv_cache_groups`), and a sequence has other slots in each; layers
+    of a group share one plan.
+    """
+    known: dict[int, KdaBatch] = {}
+    for name in names:
+        plan = plans[name]
+        if id(plan) not in known:
+            batch, problem = kda_batch(plan, tokens)
+            if batch is None:
+                return {}, problem
+            known[id(plan)] = batch
+    return {name: known[id(plans[name])] for name in names}, ""
 
 
 def kda_batch(metadata: Any, tokens: int) -> tuple[KdaBatch | None, str]:

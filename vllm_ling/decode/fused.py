@@ -6,7 +6,7 @@ batch size before it captures the size's graph. What keeps a model or a batch on
 reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
     attention_layer,
-    kda_batch,
+    kda_batches,
     mlp_layer,
     norm_of,
     projection,
@@ -46,22 +46,24 @@ class FusedPath:
 
     Args:
         build: makes the path's layers from loaded modules; raises `Unsuitable`.
-        kda: prefix of a KDA layer, whose attention plan describes the batch; None if there is none.
+        kda: prefixes of the KDA layers, whose attention plans describe the batch; none of a draft.
     """
 
     def __init__(
-        self, what: str, option: str, build: Callable[[torch.device], "Built"], kda: str | None
+        self, what: str, option: str, build: Callable[[torch.device], "Built"], kda: Sequence[str] = ()
     ) -> None:
         self._what, self._option, self._build, self._kda = what, option, build, kda
         self._built: Built | None = None
         self._refused = ""
         self._said: set[str] = set()
 
-    def take(self, tokens: int, device: torch.device, unusual: str) -> "tuple[Built, KdaBatch | None] | None":
-        """The built path and the batch's sequences if this batch takes it, else None."""
+    def take(
+        self, tokens: int, device: torch.device, unusual: str
+    ) -> "tuple[Built, dict[str, KdaBatch]] | None":
+        """The built path and each KDA layer's sequences if this batch takes it, else None."""
         if self._refused:
             return None
-        facts, batch = self._facts(tokens, unusual)
+        facts, batches = self._facts(tokens, unusual)
         path, reason = choose_path(facts)
         if path == "fused" and self._built is None:
             if torch.cuda.is_current_stream_capturing():
@@ -69,24 +71,24 @@ class FusedPath:
             self._try_to_build(device)
             if self._built is None:
                 return None
-            facts, batch = self._facts(tokens, unusual)
+            facts, batches = self._facts(tokens, unusual)
             path, reason = choose_path(facts)
         if facts.planned and reason not in self._said:
             self._said.add(reason)
             choose(f"{self._what} path: {reason}", path, f"ling.decode={self._option}")
-        return (self._built, batch) if path == "fused" and self._built is not None else None
+        return (self._built, batches) if path == "fused" and self._built is not None else None
 
-    def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, KdaBatch | None]:
+    def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, dict[str, KdaBatch]]:
         most = self._built.most if self._built is not None else MAX_TOKENS
         context = get_forward_context() if is_forward_context_available() else None
         plans = context.attn_metadata if context is not None else None
-        plan = plans.get(self._kda) if isinstance(plans, dict) and self._kda is not None else plans
-        if not isinstance(plans, dict) or plan is None:
-            return BatchFacts(tokens, most, planned=False), None
+        if not isinstance(plans, dict) or any(name not in plans for name in self._kda):
+            return BatchFacts(tokens, most, planned=False), {}
         # vLLM plans the captures of pieces like decodes, but replays them for prompts.
         pieces = context is not None and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-        if self._kda is None:
-            return BatchFacts(tokens, most, pieces=pieces, unusual=unusual), None
+        if not self._kda:
+            return BatchFacts(tokens, most, pieces=pieces, unusual=unusual), {}
+        plan = plans[self._kda[0]]  # the groups differ in slots, not in what they are asked
         drafts = plan.spec_sequence_masks is not None
         facts = BatchFacts(
             tokens,
@@ -97,13 +99,13 @@ class FusedPath:
             unusual=unusual,
         )
         if choose_path(facts)[0] != "fused":
-            return facts, None
+            return facts, {}
         if not (drafts or plan.num_decodes):
-            return BatchFacts(tokens, most, unusual="no sequence is decoded"), None
-        batch, problem = kda_batch(plan, tokens)
-        if batch is None:
-            return BatchFacts(tokens, most, unusual=problem), None
-        return BatchFacts(tokens, most, longest=batch.longest), batch
+            return BatchFacts(tokens, most, unusual="no sequence is decoded"), {}
+        batches, problem = kda_batches(plans, self._kda, tokens)
+        if problem:
+            return BatchFacts(tokens, most, unusual=problem), {}
+        return BatchFacts(tokens, most, longest=batches[self._kda[0]].longest), batches
 
     def _try_to_build(self, device: torch.device) -> None:
         try:

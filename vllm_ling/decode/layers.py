@@ -6,7 +6,7 @@ an MLA layer three around vLLM's attention, a dense MLP two. Every launch starts
 fills its shared memory with weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,13 @@ class Projection:
 
 @dataclass(frozen=True)
 class KdaLayer:
-    """KDA with the norm before it. `states` is asked at every call, as vLLM may move its pool."""
+    """KDA with the norm before it. `states` is asked at every call, as vLLM may move its pool.
 
+    Attributes:
+        name: finds the layer's sequences: layers lie in several groups, and each group has state slots of its own.
+    """
+
+    name: str
     norm: Norm
     in_proj: Projection
     step: KdaStep
@@ -65,14 +70,14 @@ class KdaLayer:
     states: Callable[[], KdaStates]
     out_proj: Projection
 
-    def __call__(self, residual: torch.Tensor, space: Workspace, batch: KdaBatch) -> None:
+    def __call__(self, residual: torch.Tensor, space: Workspace, batches: Mapping[str, KdaBatch]) -> None:
         """Adds the layer's output to `residual`, BF16 [tokens, hidden]."""
         tokens, hidden = residual.shape
         mixed = space.take("mixed", tokens, self.out_proj.gemv.shape.k)
         projected = space.take("projected", tokens, self.in_proj.rows)
         normed = space.take("normed", tokens, hidden)
         self.in_proj(residual, projected, norm=self.norm, normed=normed)
-        self.step(projected, normed, self.weights, self.states(), batch, mixed)
+        self.step(projected, normed, self.weights, self.states(), batches[self.name], mixed)
         self.out_proj(mixed, residual, residual=residual)
 
 

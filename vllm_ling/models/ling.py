@@ -40,7 +40,7 @@ def fused_target(model: Any, vllm_config: VllmConfig, option: str) -> Any:
         return None
     from vllm_ling.decode.fused import FusedPath, build_target
 
-    return FusedPath("target", option, lambda device: build_target(model, device), kda[0])
+    return FusedPath("target", option, lambda device: build_target(model, device), kda)
 
 
 class LingForCausalLM(BailingMoeV3ForCausalLM):
@@ -80,10 +80,10 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
             unusual = "embeddings come from outside" if inputs_embeds is not None else ""
             taken = self._fused.take(input_ids.shape[0], input_ids.device, unusual)
             if taken is not None:
-                built, batch = taken
+                built, batches = taken
                 built.body.taps = self.ling_taps
                 residual = self.model.word_embeddings(input_ids)
-                return self.model.norm(built.body(residual, positions, batch))
+                return self.model.norm(built.body(residual, positions, batches))
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

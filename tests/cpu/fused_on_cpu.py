@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the fused path into a CPU engine: every kernel is its fp32 counterpart, everything around it is the product's.
+
+Run as `python fused_on_cpu.py OUT HOW`: the full-size study's engine on the small model, `HOW` being "fused", "layers"
+(vLLM's), or "one group" (every KDA layer with the state slots of the first).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers import utils
+
+from vllm_ling.decode import from_vllm, fused
+from vllm_ling.decode.kda_step import KdaBatch
+from vllm_ling.decode.layers import MoELayer, Projection
+from vllm_ling.decode.policy import BatchFacts
+from vllm_ling.decode.reference import kda_step_reference, mla_prepare_reference, rms_norm
+from vllm_ling.eval.studies import full_size_side as side
+
+
+class Layers:
+    """Stands in for `Fp8Gemv`: vLLM's own linear layers, after the prologue."""
+
+    max_tokens = 8
+
+    def __init__(self, layers: Any, prologue: str) -> None:
+        self._layers, self._prologue = layers, prologue
+        rows = sum(layer.output_size for layer in layers)
+        self.shape = type("Shape", (), {"rows": rows, "k": layers[0].input_size})
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Any,
+        scales: Any,
+        out: Tensor,
+        residual: Tensor | None = None,
+        norm: tuple[Tensor, float] | None = None,
+        normed: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> Tensor:
+        if self._prologue == "norm":
+            assert norm is not None
+            x = rms_norm(x, *norm).to(x.dtype)
+            if normed is not None:
+                normed.copy_(x)
+        elif self._prologue == "swiglu":
+            gate, up = x.float().chunk(2, -1)
+            x = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        elif self._prologue == "gated":
+            assert factors is not None
+            x = (x.float() * factors.repeat_interleave(128, -1)).to(x.dtype)
+        y = torch.cat([layer(x)[0] for layer in self._layers], -1).float()
+        return out.copy_(y if residual is None else y + residual.float())
+
+
+class Kda:
+    """Stands in for `KdaStep`."""
+
+    max_tokens = 8
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+
+    def __call__(
+        self, projected: Tensor, normed: Tensor, w: Any, states: Any, batch: Any, out: Tensor
+    ) -> None:
+        out.copy_(kda_step_reference(self.shape, projected, normed, w, states, batch))
+
+
+class Mla:
+    """Stands in for `MlaPrepare`."""
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+
+    def __call__(self, projected: Tensor, normed: Tensor, positions: Tensor, w: Any, inputs: Any) -> None:
+        made = mla_prepare_reference(self.shape, projected, normed, positions, w)
+        for name in ("query", "latent", "key", "gate"):
+            getattr(inputs, name).copy_(getattr(made, name))
+
+
+class Block:
+    """Stands in for `MoEDecoder`: vLLM's block behind the norm."""
+
+    max_tokens = 8
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def __call__(
+        self, x: Tensor, weights: Any, out: Tensor, *_: float, residual: Tensor, norm: Any
+    ) -> Tensor:
+        return out.copy_(self._block(rms_norm(x, *norm).to(x.dtype)).float() + residual.float())
+
+
+class CpuPath(fused.FusedPath):
+    """Plain decodes as the CPU backend plans them."""
+
+    one_group = False
+
+    def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, dict[str, KdaBatch]]:
+        context = get_forward_context() if is_forward_context_available() else None
+        plans = (context.attn_metadata or {}) if context is not None else {}
+        if any(name not in plans for name in self._kda):
+            return BatchFacts(tokens, 8, planned=False), {}
+        batches = {}
+        for name in self._kda:
+            rows = plans[name].rows
+            plain = [group for group in rows.steps if group.length == 1 and not group.fresh]
+            if len(plain) != 1 or len(rows.steps) != 1 or rows.prefill is not None or rows.tokens != tokens:
+                return BatchFacts(tokens, 8, prefills=1), {}
+            batches[name] = KdaBatch(torch.tensor(plain[0].read, dtype=torch.int32))
+        if self.one_group:
+            batches = dict.fromkeys(batches, batches[self._kda[0]])
+        return BatchFacts(tokens, 8), batches
+
+
+class Kernels:
+    """In place of `from_vllm.Kernels`."""
+
+    def __init__(self, device: torch.device, cache: Any) -> None:
+        self.device, self.kda, self.mla = device, Kda, Mla
+
+
+def install(model: Any, one_group: bool) -> None:
+    """The fused path for a loaded CPU model."""
+
+    def projection(kernels: Any, layers: Any, prologue: str, what: str) -> Projection:
+        return Projection(Layers(layers, prologue), [], [])  # type: ignore[arg-type]
+
+    def moe(block: Any, norm: Any, device: torch.device) -> MoELayer:
+        return MoELayer(norm, Block(block), lambda: None, 1.0, 0.0, 0.0)  # type: ignore[arg-type,return-value]
+
+    from_vllm.projection = fused.projection = projection  # type: ignore[attr-defined,assignment]
+    from_vllm.moe_layer = moe  # type: ignore[assignment]
+    fused.Kernels = Kernels  # type: ignore[attr-defined,assignment]
+    for layer in model.model.layers:
+        if (rotary := getattr(layer.self_attn, "rotary_emb", None)) is not None:
+            type(rotary).__name__ = "RotaryEmbedding"  # ours for the CPU, which inherits from it
+            rotary.cos_sin_cache = rotary.cos_sin_cache.to(torch.bfloat16)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    kda = [layer.self_attn.prefix for layer in model.model.layers if hasattr(layer.self_attn, "f_proj")]
+    model._fused = CpuPath("target", "fused", lambda device: fused.build_target(model, device), kda)
+    model._fused.one_group = one_group
+
+
+def main(out: Path, how: str) -> None:
+    sound = side.Recorder.__init__
+
+    def with_path(self: Any, model: Any, layers: Any) -> None:
+        sound(self, model, layers)
+        if how != "layers":
+            install(model, how == "one group")
+
+    # vLLM's CPU layers keep weights in a form of their own; the path reads those of a loaded model.
+    packed = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: packed(layer, remove_weight=False)
+    side.Recorder.__init__ = with_path  # type: ignore[method-assign]
+    torch.save(side.run_side(side.SideSpec({}, "mini", 12, (0, 5, 11))), out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
