@@ -9,7 +9,6 @@ import torch
 
 from vllm_ling.bench.chain import Chain, random_kda
 from vllm_ling.bench.layers import FLASH, random_fp8
-from vllm_ling.decode.body import FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep
 from vllm_ling.decode.layers import KdaLayer, MoELayer, Projection
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
@@ -226,57 +225,50 @@ def dense(projection: Projection) -> torch.Tensor:
     return torch.cat([dequantize_block_fp8(weight, scales) for weight, scales in parts])
 
 
-def layer_reference(
-    layer: FusedLayer, x: torch.Tensor, batch: dict[str, KdaBatch], scale: float
-) -> torch.Tensor:
-    """A KDA and MoE layer in float32 but for the values that the kernels hand each other in BF16.
-
-    `scale`: factor of the attention's output; 1 is right.
-    """
-    kda, moe = layer.attention, layer.mlp
-    assert isinstance(kda, KdaLayer) and isinstance(moe, MoELayer)
-    normed = rms_norm(x, *kda.norm).bfloat16()
-    projected = (normed.float() @ dense(kda.in_proj).T).bfloat16()
-    mixed = kda_step_reference(kda.step.shape, projected, normed, kda.weights, kda.states(), batch[kda.name])
-    x = (x.float() + scale * mixed.bfloat16().float() @ dense(kda.out_proj).T).bfloat16()
-    normed = rms_norm(x, *moe.norm).bfloat16()
-    return x.float() + moe_reference(FLASH, normed, moe.weights(), moe.scaling, 0.0, 0.0)
+def restore(chain: Chain, states: list[KdaStates]) -> None:
+    for layer, kept in zip(chain.layers, states, strict=True):
+        assert isinstance(layer.attention, KdaLayer)
+        mine = layer.attention.states()
+        mine.conv.copy_(kept.conv), mine.recurrent.copy_(kept.recurrent)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 def test_layers_of_flash_against_the_reference(tokens: int, device: torch.device) -> None:
-    """Two layers at full size, launched one after another without a pause: what one writes, the next must see.
+    """Two layers at full size: each half against fp32 on the stream that it was given, then all without a pause.
 
-    Each layer is judged on what our layer before it gave.
+    Halves, as the router may turn on the last bit of a stream; what one launch writes, the next must see.
     """
-    chain = Chain(2, device)
+    chain, x = Chain(2, device), normal(tokens, 2560).bfloat16()
     for layer in chain.layers:
-        for tensor in layer.attention.states().__dict__.values():
-            tensor.copy_(normal(*tensor.shape, scale=0.3))
-    x, batch = normal(tokens, 2560).bfloat16(), chain.batch(tokens)
-    positions = torch.zeros(tokens, device=device, dtype=torch.int64)
+        assert isinstance(layer.attention, KdaLayer)
+        layer.attention.states().conv.copy_(normal(18, 3 * 4096, 6))
+        layer.attention.states().recurrent.copy_(normal(18, 32, 128, 128, scale=0.3))
+    batches, stream = chain.batch(tokens), x.clone()
     before = [copy.deepcopy(layer.attention.states()) for layer in chain.layers]
-    chain.body.taps = {}
-    out = chain.body(x.clone(), positions, batch)
-    given = [x, chain.body.taps[0]]
-    chain.body.taps = None
-    for layer, states_before in zip(chain.layers, before, strict=True):
-        for name, tensor in layer.attention.states().__dict__.items():
-            tensor.copy_(getattr(states_before, name))
-    assert torch.equal(chain.body(x.clone(), positions, batch), out), (
-        "with and without a pause after each layer"
-    )
-    for number, layer in enumerate(chain.layers):
-        ours = chain.layers[number]
-        for name, tensor in ours.attention.states().__dict__.items():
-            tensor.copy_(getattr(before[number], name))
-        added = (out if number else given[1]).float() - given[number].float()
-        exact = layer_reference(layer, given[number], batch, 1.0) - given[number].float()
-        for name, tensor in ours.attention.states().__dict__.items():
-            tensor.copy_(getattr(before[number], name))
-        wrong = layer_reference(layer, given[number], batch, 0.0) - given[number].float()
-        print(tokens, number, rms(added, exact), rms(added, wrong))
-        assert rms(added, exact) < 2 * RMS < rms(added, wrong)
+    start = copy.deepcopy(before)
+    for layer, kept in zip(chain.layers, before, strict=True):
+        kda, moe, given = layer.attention, layer.mlp, stream.clone()
+        assert isinstance(kda, KdaLayer) and isinstance(moe, MoELayer)
+        kda(stream, chain.space, batches)
+        normed = rms_norm(given, *kda.norm).bfloat16()
+        projected = (normed.float() @ dense(kda.in_proj).T).bfloat16()
+        exact = kda_step_reference(kda.step.shape, projected, normed, kda.weights, kept, batches[kda.name])
+        exact = exact.bfloat16().float() @ dense(kda.out_proj).T
+        # The stream is rounded to BF16 and about as large as what is added.
+        assert rms(stream.float() - given.float(), exact) < 2 * RMS < rms(stream, given)
+        assert (
+            rms(kda.states().recurrent, kept.recurrent) < 2 * RMS and rms(kda.states().conv, kept.conv) < RMS
+        )
+        given = stream.clone()
+        moe(stream, chain.space)
+        normed = rms_norm(given, *moe.norm).bfloat16()
+        exact = moe_reference(FLASH, normed, moe.weights(), moe.scaling, 0.0, 0.0)
+        assert rms(stream.float() - given.float(), exact) < 2 * RMS < rms(stream, given)
+    positions = torch.zeros(tokens, device=device, dtype=torch.int64)
+    for pauses in (True, False):
+        restore(chain, start)
+        chain.body.taps = {} if pauses else None
+        assert torch.equal(chain.body(x.clone(), positions, batches), stream), f"pauses: {pauses}"
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -3,6 +3,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -198,6 +199,29 @@ def test_a_run_over_its_limit_leaves_no_child(tmp_path: Path) -> None:
     else:
         pytest.fail("the child still runs")
     assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], os.environ, log, 30) == 3
+
+
+def test_a_killed_measurement_takes_its_engine_along(tmp_path: Path) -> None:
+    """SIGKILL runs no code of ours, and an engine left behind would keep the GPU's memory."""
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom vllm_ling.bench.processes import run_limited\n"
+        "engine = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        f"run_limited(engine, os.environ, Path({str(tmp_path / 'log')!r}), 60)"
+    )
+    log = tmp_path / "log"
+    middle = subprocess.Popen([sys.executable, "-c", code])
+    for _ in range(300):
+        if log.exists() and log.read_text():
+            break
+        time.sleep(0.1)
+    middle.kill()
+    middle.wait()
+    state = Path(f"/proc/{int(log.read_text())}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the engine still runs")
 
 
 def test_floor_follows_workload_context_and_head() -> None:

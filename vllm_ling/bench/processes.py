@@ -2,14 +2,24 @@
 """Runs a measuring program to its end or its time limit, and leaves nothing of it on the GPU."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _NEWS_S = 20.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """In the child: the kernel ends it if we are ended in a way that runs no code of ours (SIGTERM, SIGKILL)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_limited(
@@ -33,6 +43,7 @@ def run_limited(
             stderr=output,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             while (left := began + timeout_s - time.monotonic()) > 0:
