@@ -2,6 +2,7 @@
 """Which batches the fused path takes, as a table; what its layers share; in which order they run."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch
-from vllm_ling.decode.layers import DenseLayer, KdaLayer, MlaLayer, MoELayer, Workspace
+from vllm_ling.decode.layers import DenseLayer, KdaLayer, MlaLayer, MoELayer, Projection, Workspace
 from vllm_ling.decode.policy import BatchFacts, choose_path
 
 ONE = BatchFacts(tokens=1, most=8)
@@ -86,7 +87,7 @@ def test_layers_run_in_order_on_one_residual_stream() -> None:
     space = Workspace(8, torch.device("cpu"))
     layers = [FusedLayer(Kda(1, calls), Dense(2, calls)), FusedLayer(Mla(3, calls), MoE(4, calls))]
     body = FusedBody(layers, space)
-    batch, positions = KdaBatch(torch.ones(1, dtype=torch.int32)), torch.tensor([7])
+    batch, positions = {"kda": KdaBatch(torch.ones(1, dtype=torch.int32))}, torch.tensor([7])
     residual = torch.zeros(1, 2, dtype=torch.float64)
     assert body(residual, positions, batch) is residual
     assert residual.tolist() == [[1234, 1234]]
@@ -100,9 +101,33 @@ def test_layers_run_in_order_on_one_residual_stream() -> None:
     )
 
 
-def test_a_draft_without_kda_needs_no_sequences_and_kda_does() -> None:
+def test_a_draft_without_kda_needs_no_sequences() -> None:
     space, calls = Workspace(8, torch.device("cpu")), []
     residual, positions = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([0])
-    assert FusedBody([FusedLayer(Mla(5, calls), MoE(6, calls))], space)(residual, positions, None)[0, 0] == 56
-    with pytest.raises(AssertionError):
-        FusedBody([FusedLayer(Kda(1, calls), MoE(2, calls))], space)(residual, positions, None)
+    assert FusedBody([FusedLayer(Mla(5, calls), MoE(6, calls))], space)(residual, positions, {})[0, 0] == 56
+
+
+def test_a_kda_layer_takes_its_own_sequences_and_no_others() -> None:
+    """Not even if only another layer's are there: they would be another group's slots."""
+    steps: list[Any] = []
+
+    class Silent(Projection):
+        def __call__(self, x: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
+            return out
+
+    def projection(rows: int) -> Projection:
+        gemv: Any = SimpleNamespace(shape=SimpleNamespace(k=4, rows=rows))
+        return Silent(gemv, [], [])
+
+    def note(*given: Any) -> None:
+        steps.append(given[4])
+
+    step: Any = note
+    weights: Any = None
+    layer = KdaLayer("b", (torch.ones(2), 1e-6), projection(8), step, weights, lambda: weights, projection(2))
+    batches = {name: KdaBatch(torch.tensor([n], dtype=torch.int32)) for n, name in enumerate("abc", 1)}
+    residual, space = torch.zeros(1, 2, dtype=torch.bfloat16), Workspace(8, torch.device("cpu"))
+    layer(residual, space, batches)
+    assert steps == [batches["b"]]
+    with pytest.raises(KeyError, match="b"):
+        layer(residual, space, {"a": batches["a"]})
