@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from vllm_ling.bench.processes import end_all
 from vllm_ling.errors import LingError
 from vllm_ling.eval.provenance import provenance
 from vllm_ling.eval.studies.child import run_child
@@ -168,7 +169,11 @@ def main() -> int:
             runs[name] = torch.load(file)
             say(f"{name}: engine up after {runs[name]['start_s']} s, done after {runs[name]['seconds']} s")
 
-        list(pool.map(run, specs))
+        try:
+            list(pool.map(run, specs))
+        except BaseException:
+            end_all()
+            raise
     exact, stale = reference(specs["ours"], say)
     vocabulary = exact[0]["logits"].shape[-1]
     found = judge(specs["ours"], runs, exact, stale, vocabulary)

@@ -2,7 +2,10 @@
 """The full-size comparison without an engine: bars that can fail, the verdict, and the process of a side."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -199,3 +202,26 @@ def test_a_child_that_fails_or_hangs_is_an_error(tmp_path: Path, monkeypatch: py
         run_child("child_module", {"hang": 1}, out, stock=False, timeout_s=1)
     run_child("child_module", {"write": 1}, out, stock=True, timeout_s=30)
     assert out.read_text() == "1"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_ctrl_c_ends_the_study_and_its_engines_at_once(engines: int, tmp_path: Path) -> None:
+    """The engines run in other threads, which no signal reaches."""
+    module = "vllm_ling.eval.studies.full_size"
+    command = [sys.executable, "-u", "-m", module, "--model", "mini", "--at-once", str(engines)]
+    study = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert study.stdout is not None
+    for _ in range(engines):
+        next(line for line in study.stdout if "starting" in line)
+    time.sleep(0.5)
+    children = Path(f"/proc/{study.pid}/task").glob("*/children")
+    ours = [int(child) for path in children for child in path.read_text().split()]
+    study.send_signal(signal.SIGINT)
+    said = study.communicate(timeout=20)[0]
+    assert study.returncode and "KeyboardInterrupt" in said
+    assert len(ours) == engines and not [child for child in ours if Path(f"/proc/{child}").exists()]

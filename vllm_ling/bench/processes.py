@@ -13,6 +13,7 @@ from pathlib import Path
 
 _NEWS_S = 20.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_RUNNING: "set[subprocess.Popen[bytes]]" = set()
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -20,6 +21,13 @@ def _die_with_parent() -> None:
     """In the child: the kernel ends it if we are ended in a way that runs no code of ours (SIGTERM, SIGKILL)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_all() -> None:
+    """Ends what `run_limited` runs in other threads: Ctrl-C reaches the main thread alone, and they would wait on."""
+    for child in list(_RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def run_limited(
@@ -45,6 +53,7 @@ def run_limited(
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+        _RUNNING.add(child)
         try:
             while (left := began + timeout_s - time.monotonic()) > 0:
                 try:
@@ -58,3 +67,4 @@ def run_limited(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+            _RUNNING.discard(child)
