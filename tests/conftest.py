@@ -19,6 +19,12 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="session")
+def one_thread() -> dict[str, str]:
+    """Environment of an engine on one core; small layers gain nothing from a second, which runs another engine."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips `gpu` tests where torch sees no CUDA device."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

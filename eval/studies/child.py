@@ -12,8 +12,8 @@ from vllm_ling.bench.processes import run_limited
 from vllm_ling.errors import LingError
 
 # DeepGEMM compiles a kernel for every number of prompt tokens that it meets, minutes of them on a fresh machine.
-# Studies compare results, not times, so they take Triton's block-FP8 GEMM. Those that vLLM would try before it refuse
-# the MLA projection of 576 rows, which are not whole scale blocks, when it is too late to take another.
+# Studies compare results, not times, so they take Triton's block-FP8 GEMM and none that vLLM would try before it: on an
+# H200, CUTLASS and Humming refuse the MLA projection's 576 rows, no whole scale blocks, when nothing else can step in.
 SETTINGS = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_DISABLED_KERNELS": "CutlassFp8BlockScaledMMKernel,B12xFp8BlockScaledMMKernel,"

@@ -3,9 +3,9 @@
 #pragma once
 #include "moe_shape.cuh"
 
+#define ROW_WARPS 4                            // warps that share one row of the gate
+#define ROWS_AT_ONCE (WARPS / ROW_WARPS)
 constexpr int ROWS_PER_CTA = ceil_div(EXPERTS, GRID);
-constexpr int ROW_WARPS = WARPS / 4 >= ROWS_PER_CTA ? 4 : 2;  // warps that share one row of the gate: one pass if two can do it
-constexpr int ROWS_AT_ONCE = WARPS / ROW_WARPS;
 constexpr int GATE_PIECES = ceil_div(HIDDEN / 128, ROW_WARPS);
 constexpr int SEGMENTS = EXPERTS / 32;         // of 32 experts, one a lane
 constexpr int SEGMENTS_PER_WARP = ceil_div(SEGMENTS, WARPS);

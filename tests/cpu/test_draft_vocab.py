@@ -46,7 +46,9 @@ def evil_list(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineRun]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
+) -> Iterator[dict[str, EngineRun]]:
     folder = tmp_path_factory.mktemp("lists")
     lists = {"good": {"draft_vocab": str(good_list(folder))}, "evil": {"draft_vocab": str(evil_list(folder))}}
     lists["good bf16"] = lists["good"] | {"lm_head": "bf16"}
@@ -83,8 +85,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineR
                     engine=engine,
                 )
             )
-    # Tiny layers gain nothing from a second thread, so each core runs engines of its own.
-    one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(
             lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (specs[:5], specs[5:])

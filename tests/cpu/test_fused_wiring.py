@@ -22,9 +22,9 @@ TAPS = ("0", "5", "11", "final", "logits")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("wiring")
-    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    env = os.environ | one_thread
 
     def run(how: str) -> Any:
         out = folder / f"{how}.pt"

@@ -50,7 +50,9 @@ def without_mtp_weights(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineRun]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
+) -> Iterator[dict[str, EngineRun]]:
     specs = []
     for dtype, concurrency in (("float32", 1), ("float32", 4), ("bfloat16", 4)):
         for drafts in (0, 3):
@@ -68,8 +70,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineR
             )
     zeros = without_mtp_weights(tmp_path_factory.mktemp("zeros") / "model")
     specs.append(EngineSpec("mtp zeros", str(zeros), prompts()[:8], max_tokens=TOKENS, draft_tokens=3))
-    # Tiny layers gain nothing from a second thread, so each core runs engines of its own.
-    one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(
             lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (specs[:2], specs[2:])

@@ -58,10 +58,9 @@ def sampled(drafts: int, **sampling: float) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, EngineRun]]:
+def runs(one_thread: dict[str, str]) -> Iterator[dict[str, EngineRun]]:
     asked = [greedy(drafts) for drafts in (0, *DRAFTS)]
     asked += [sampled(drafts, temperature=2.0) for drafts in (0, 3)] + [sampled(0, temperature=1.0)]
-    one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with ThreadPoolExecutor(2) as pool:
         halves = pool.map(
             lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (asked[::2], asked[1::2])

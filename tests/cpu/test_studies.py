@@ -38,15 +38,13 @@ class Study:
     out: Path
 
 
-def run(out: Path, *command: str) -> Study:
-    # Small layers gain nothing from a second thread, so each core runs a study of its own.
-    env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+def run(env: dict[str, str], out: Path, *command: str) -> Study:
     done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
     return Study(done, out)
 
 
 @pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Study]:
+def studies(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -> dict[str, Study]:
     """All of them, two at a time."""
     folder = tmp_path_factory.mktemp("studies")
     common = ("--model", "mini", "--options", "{}")
@@ -68,7 +66,9 @@ def studies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Study]:
         ),
     }
     with ThreadPoolExecutor(2) as pool:
-        found = {name: pool.submit(run, *command) for name, command in commands.items()}
+        found = {
+            name: pool.submit(run, os.environ | one_thread, *command) for name, command in commands.items()
+        }
     return {name: study.result() for name, study in found.items()}
 
 

@@ -18,10 +18,8 @@ SERVE = ["--enforce-eager", "--max-num-seqs", "4", "--max-model-len", "512"]
 SERVE += ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
 
 
-def test_the_whole_verification(tmp_path: Path) -> None:
-    # Tiny layers gain nothing from a second thread.
-    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    env = {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
+def test_the_whole_verification(tmp_path: Path, one_thread: dict[str, str]) -> None:
+    env = {**os.environ, **one_thread, "PYTHONPATH": str(ROOT)}
     command = [*COMMAND, "--out", str(tmp_path / "v.json"), *SMALL, "--", *SERVE]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stdout + done.stderr

@@ -182,6 +182,16 @@ def test_what_an_engine_measured_before_it_ended_comes_back(monkeypatch: pytest.
                 bench_decode.time_side(side, 60)
 
 
+def ends(process: int) -> bool:
+    """Whether it is gone, or dead and unclaimed, within five seconds."""
+    state = Path(f"/proc/{process}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_a_run_over_its_limit_leaves_no_child(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
@@ -190,14 +200,7 @@ def test_a_run_over_its_limit_leaves_no_child(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     assert run_limited([sys.executable, "-c", code], os.environ, log, 3) is None
-    child = int(log.read_text())
-    for _ in range(50):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child still runs")
+    assert ends(int(log.read_text())), "the child still runs"
     assert run_limited([sys.executable, "-c", "raise SystemExit(3)"], os.environ, log, 30) == 3
 
 
@@ -216,12 +219,7 @@ def test_a_killed_measurement_takes_its_engine_along(tmp_path: Path) -> None:
         time.sleep(0.1)
     middle.kill()
     middle.wait()
-    state = Path(f"/proc/{int(log.read_text())}/stat")
-    for _ in range(50):
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("the engine still runs")
+    assert ends(int(log.read_text())), "the engine still runs"
 
 
 def test_floor_follows_workload_context_and_head() -> None:

@@ -82,7 +82,7 @@ class FusedPath:
         most = self._built.most if self._built is not None else MAX_TOKENS
         context = get_forward_context() if is_forward_context_available() else None
         plans = context.attn_metadata if context is not None else None
-        if not isinstance(plans, dict) or any(name not in plans for name in self._kda):
+        if not isinstance(plans, dict) or any(plans.get(name) is None for name in self._kda):
             return BatchFacts(tokens, most, planned=False), {}
         # vLLM plans the captures of pieces like decodes, but replays them for prompts.
         pieces = context is not None and context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
