@@ -2,10 +2,13 @@
 """Puts the fused path into a CPU engine: every kernel is its fp32 counterpart, everything around it is the product's.
 
 Run as `python fused_on_cpu.py OUT HOW`: the full-size study's engine on the small model, `HOW` being "fused", "layers"
-(vLLM's), or "one group" (every KDA layer with the state slots of the first).
+(vLLM's), or "one group" (every KDA layer with the state slots of the first). What the check at load finds is saved
+under "checks": on the path as it is, and with each of `FAULTS` planted; "planted" names their places.
 """
 
+import dataclasses
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers import utils
 
-from vllm_ling.decode import from_vllm, fused
+from vllm_ling.decode import check, from_vllm, fused
+from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import MoELayer, Projection
 from vllm_ling.decode.policy import BatchFacts
@@ -98,10 +102,69 @@ class Block:
         return out.copy_(self._block(rms_norm(x, *norm).to(x.dtype)).float() + residual.float())
 
 
+def _attention(layer: FusedLayer, **changes: Any) -> FusedLayer:
+    return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, **changes))
+
+
+def _weights(layer: FusedLayer, **changes: Any) -> FusedLayer:
+    return _attention(layer, weights=dataclasses.replace(layer.attention.weights, **changes))
+
+
+# Per fault: the layer (KDA or MLA, see OTHER), its half, and the layer made wrong of it and of another one of its kind.
+Fault = tuple[int, str, Callable[[Any, Any], FusedLayer]]
+FAULTS: dict[str, Fault] = {
+    "out_proj": (1, "attention", lambda a, b: _attention(a, out_proj=b.attention.out_proj)),
+    "conv": (1, "attention", lambda a, b: _weights(a, q_conv=a.attention.weights.k_conv)),
+    "decay": (1, "attention", lambda a, b: _weights(a, dt_bias=b.attention.weights.dt_bias)),
+    "beta": (1, "attention", lambda a, b: _weights(a, b=b.attention.weights.b)),
+    "gate": (5, "attention", lambda a, b: _weights(a, gate=b.attention.weights.gate)),
+    "rotary": (5, "attention", lambda a, b: _weights(a, cos_sin=a.attention.weights.cos_sin.roll(5, 0))),
+    "experts": (2, "mlp", lambda a, b: dataclasses.replace(a, mlp=b.mlp)),
+    "mlp norm": (
+        2,
+        "mlp",
+        lambda a, b: dataclasses.replace(a, mlp=dataclasses.replace(a.mlp, norm=b.mlp.norm)),
+    ),
+}
+OTHER = {1: 3, 2: 4, 5: 11}
+SLOTS = 32
+
+
 class CpuPath(fused.FusedPath):
-    """Plain decodes as the CPU backend plans them."""
+    """Plain decodes as the CPU backend plans them; the check tells what it finds and changes nothing."""
 
     one_group = False
+    model: Any = None
+    checks: dict[str, dict[str, float]]
+
+    def _check(self, tokens: int, batches: Mapping[str, KdaBatch]) -> None:
+        built, layers = self._built, self.model.model.layers
+        assert built is not None
+        caches = [
+            cache
+            for layer in layers
+            for cache in (
+                layer.self_attn.kv_cache
+                if hasattr(layer.self_attn, "f_proj")
+                else [layer.self_attn.mla_attn.mla_attn.kv_cache]
+            )
+        ]
+        caches = [cache[:SLOTS] for cache in caches]  # gigabytes in all, and few slots are in use
+        kept = [cache.clone() for cache in caches]
+        self.checks = {"sound": built.compare(tokens, batches)}
+        self.checks["put back"] = {
+            str(i): float(((a != b) & ~(a.isnan() & b.isnan())).sum())
+            for i, (a, b) in enumerate(zip(caches, kept, strict=True))
+        }
+        stream = torch.randn(tokens, self.model.config.hidden_size, dtype=torch.bfloat16)
+        for name, (at, _, fault) in () if self.one_group else FAULTS.items():
+            wrong = list(built.body.layers)
+            wrong[at] = fault(wrong[at], wrong[OTHER[at]])
+            body = FusedBody(wrong, built.body.space)
+            self.checks[name] = check.disagreements(layers, body, stream, batches)
+        for cache, values in zip(caches, kept, strict=True):
+            cache.copy_(values)
+        self._checks_left = 0
 
     def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, dict[str, KdaBatch]]:
         context = get_forward_context() if is_forward_context_available() else None
@@ -146,22 +209,29 @@ def install(model: Any, one_group: bool) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     kda = [layer.self_attn.prefix for layer in model.model.layers if hasattr(layer.self_attn, "f_proj")]
     model._fused = CpuPath("target", "fused", lambda device: fused.build_target(model, device), kda)
-    model._fused.one_group = one_group
+    model._fused.one_group, model._fused.model = one_group, model
 
 
 def main(out: Path, how: str) -> None:
     sound = side.Recorder.__init__
+    models = []
 
     def with_path(self: Any, model: Any, layers: Any) -> None:
         sound(self, model, layers)
+        models.append(model)
         if how != "layers":
             install(model, how == "one group")
+
+    # The CPU backend plans by lists of slots, which no tensor redirects.
+    check._slots = lambda *_: iter(())  # type: ignore[assignment]
 
     # vLLM's CPU layers keep weights in a form of their own; the path reads those of a loaded model.
     packed = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: packed(layer, remove_weight=False)
     side.Recorder.__init__ = with_path  # type: ignore[method-assign]
-    torch.save(side.run_side(side.SideSpec({}, "mini", 12, (0, 5, 11))), out)
+    found = side.run_side(side.SideSpec({}, "mini", 12, (0, 5, 11)))
+    planted = {name: f"layer {at} {half}" for name, (at, half, _) in FAULTS.items()}
+    torch.save(found | {"checks": getattr(models[0]._fused, "checks", {}), "planted": planted}, out)
 
 
 if __name__ == "__main__":

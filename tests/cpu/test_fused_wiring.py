@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_ling.decode.check import BOUND
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # BF16 rounding at other places, over twelve layers; a neighbour's state is 20 to 50 times this.
 NEAR = 0.02
@@ -62,3 +64,23 @@ def test_the_fused_path_computes_what_the_layers_do(runs: dict[str, Any]) -> Non
 def test_slots_of_another_group_are_noticed(runs: dict[str, Any]) -> None:
     away = distances(runs["one group"], runs["layers"])
     assert {where: d for where, d in away.items() if not d > 5 * NEAR} == {}
+
+
+def test_the_check_at_load_finds_the_path_sound_and_puts_everything_back(runs: dict[str, Any]) -> None:
+    found = runs["fused"]["checks"]
+    assert len(found["sound"]) == 24 and max(found["sound"].values()) < 0.01
+    assert set(found["put back"].values()) == {0.0}
+
+
+def test_the_check_at_load_names_the_layer_that_is_wrong(runs: dict[str, Any]) -> None:
+    assert len(runs["fused"]["planted"]) >= 8
+    for name, place in runs["fused"]["planted"].items():
+        found = runs["fused"]["checks"][name]
+        assert [part for part, away in found.items() if not away <= BOUND] == [place], name
+
+
+def test_the_check_at_load_finds_states_of_another_group(runs: dict[str, Any]) -> None:
+    found = runs["one group"]["checks"]["sound"]
+    wrong = [part for part, away in found.items() if not away <= BOUND]
+    # Layers 0, 3, 6, 9 are the first group, 2, 5, 8, 11 are MLA.
+    assert wrong == [f"layer {number} attention" for number in (1, 4, 7, 10)]

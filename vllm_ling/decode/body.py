@@ -22,11 +22,13 @@ class FusedBody:
     """All layers of a model (or the MTP layer alone), run one after another.
 
     Attributes:
+        layers: what it runs.
+        space: their buffers.
         taps: if a dict, receives a copy of the residual stream after each layer, by its number (for comparisons).
     """
 
     def __init__(self, layers: Sequence[FusedLayer], space: Workspace) -> None:
-        self._layers, self._space = list(layers), space
+        self.layers, self.space = tuple(layers), space
         self.taps: dict[int, torch.Tensor] | None = None
 
     def __call__(
@@ -39,12 +41,12 @@ class FusedBody:
             positions: int64 [tokens].
             batches: the sequences as each KDA layer, by its name, has them.
         """
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             if isinstance(layer.attention, KdaLayer):
-                layer.attention(residual, self._space, batches)
+                layer.attention(residual, self.space, batches)
             else:
-                layer.attention(residual, self._space, positions)
-            layer.mlp(residual, self._space)
+                layer.attention(residual, self.space, positions)
+            layer.mlp(residual, self.space)
             if self.taps is not None:
                 self.taps[number] = residual.clone()
         return residual

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the fused path beside vLLM's layers: a batch it suits goes through it, every other one through vLLM.
 
-It is built at the first batch that it suits and that is not being captured, so after loading; vLLM warms up every
-batch size before it captures the size's graph. What keeps a model or a batch on vLLM's layers is logged once, with its
-reason.
+It is built, and compared with vLLM's layers, at the first batch that it suits and that is not being captured, so after
+loading; vLLM warms up every batch size before it captures the size's graph. What keeps a model or a batch on vLLM's
+layers is logged once, with its reason.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
+from vllm_ling.decode.check import BOUND, NotChecked, away, disagreements
 from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
@@ -29,10 +30,12 @@ from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
-from vllm_ling.status import choose, warning
+from vllm_ling.status import STATUS, choose, fault, proof, warning
 
 # What the FP8 kernels read about as fast as one token; the plan of the other kernels may allow less.
 MAX_TOKENS = 8
+# How many batches may be tried for the comparison with vLLM's layers, which some do not allow.
+CHECKS = 4
 _SPACES: dict[int, Workspace] = {}
 
 
@@ -54,6 +57,7 @@ class FusedPath:
     ) -> None:
         self._what, self._option, self._build, self._kda = what, option, build, kda
         self._built: Built | None = None
+        self._checks_left = CHECKS
         self._refused = ""
         self._said: set[str] = set()
 
@@ -73,6 +77,10 @@ class FusedPath:
                 return None
             facts, batches = self._facts(tokens, unusual)
             path, reason = choose_path(facts)
+        if path == "fused" and self._checks_left and not torch.cuda.is_current_stream_capturing():
+            self._check(tokens, batches)
+            if self._built is None:
+                return None
         if facts.planned and reason not in self._said:
             self._said.add(reason)
             choose(f"{self._what} path: {reason}", path, f"ling.decode={self._option}")
@@ -118,19 +126,60 @@ class FusedPath:
                 f"up to {self._built.most} tokens; ling.decode={self._option}",
             )
         except Exception as error:  # whatever is wrong, vLLM's layers can serve
-            self._refused = (
-                str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}"
-            )
-            if self._option == "fused":
-                warning(f"ling.decode=fused cannot be honoured ({self._refused}); vLLM's layers decode")
-            choose(f"{self._what} decode", "layers", self._refused)
+            self._refuse(str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}")
+
+    def _check(self, tokens: int, batches: Mapping[str, KdaBatch]) -> None:
+        """Compares the built path with vLLM's layers, and gives it up if they disagree."""
+        assert self._built is not None
+        code, what = f"{self._what}_decode", f"{self._what} decode check"
+        self._checks_left -= 1
+        try:
+            found = self._built.compare(tokens, batches)
+        except NotChecked as reason:  # a later batch may do
+            choose(what, "unknown", str(reason))
+            return
+        except Exception as error:
+            self._refuse(f"the comparison with vLLM's layers failed: {type(error).__name__}: {error}")
+            return
+        self._checks_left = 0
+        wrong = {name: distance for name, distance in found.items() if not distance <= BOUND}
+        if wrong:
+            worst = ", ".join(f"{name} {distance:.2f}" for name, distance in list(wrong.items())[:3])
+            fault(code, f"{len(wrong)} of {len(found)} parts disagree with vLLM's layers: {worst}")
+            self._refuse("it disagrees with vLLM's layers on the loaded weights")
+            return
+        name, distance = max(found.items(), key=lambda part: part[1])
+        proof(
+            code,
+            f"{len(found)} parts agree with vLLM's layers, stream and states; the furthest is {name}, {distance:.4f}",
+        )
+        if STATUS.choices.get(what) is not None:
+            choose(what, "ok", "compared at a later batch")
+
+    def _refuse(self, reason: str) -> None:
+        self._built, self._refused = None, reason
+        if self._option == "fused":
+            warning(f"ling.decode=fused cannot be honoured ({reason}); vLLM's layers decode")
+        choose(f"{self._what} decode", "layers", reason)
 
 
 class Built:
-    """Layers ready to run, for up to `most` tokens."""
+    """Layers ready to run.
 
-    def __init__(self, body: FusedBody, most: int, entry: Projection | None = None) -> None:
-        self.body, self.most, self.entry = body, most, entry
+    Attributes:
+        most: tokens that they take.
+        compare: compares them with vLLM's layers, see `check.disagreements`; of a number of tokens and a batch.
+        entry: the MTP layer's projection of the joined embedding and hidden state.
+    """
+
+    def __init__(
+        self,
+        body: FusedBody,
+        most: int,
+        compare: Callable[[int, Mapping[str, KdaBatch]], dict[str, float]],
+        entry: Projection | None = None,
+    ) -> None:
+        self.body, self.most, self.compare, self.entry = body, most, compare, entry
 
 
 def build_target(model: Any, device: torch.device) -> Built:
@@ -144,7 +193,14 @@ def build_target(model: Any, device: torch.device) -> Built:
     for layer in layers:
         if isinstance(layer.attention, KdaLayer) and (problem := states_problem(layer.attention)):
             raise Unsuitable(problem)
-    return Built(FusedBody(layers, _space(device)), min(map(_most, layers)))
+    body = FusedBody(layers, _space(device))
+
+    def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
+        embedding = model.model.word_embeddings
+        ids = torch.randint(embedding.org_vocab_size, (tokens,), generator=_generator(device), device=device)
+        return disagreements(model.model.layers, body, embedding(ids), batches)
+
+    return Built(body, min(map(_most, layers)), compare)
 
 
 def build_draft(layer: Any, device: torch.device) -> Built:
@@ -156,7 +212,22 @@ def build_draft(layer: Any, device: torch.device) -> Built:
     kernels = Kernels(device, default_cache())
     fused = _layer(kernels, layer)
     entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
-    return Built(FusedBody([fused], _space(device)), min(_most(fused), entry.gemv.max_tokens), entry)
+    body = FusedBody([fused], _space(device))
+
+    def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
+        shape = (tokens, entry.gemv.shape.k)
+        joined = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
+        joined = joined.to(torch.bfloat16)
+        right = layer.eh_proj(joined)
+        mine = entry(joined, torch.empty_like(right))
+        found = {"eh_proj": away(mine, right, torch.zeros_like(right), "eh_proj")}
+        return found | disagreements([layer], body, right, batches)
+
+    return Built(body, min(_most(fused), entry.gemv.max_tokens), compare, entry)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
 
 
 def _layer(kernels: Kernels, layer: Any) -> FusedLayer:
