@@ -52,7 +52,7 @@ def test_a_kind_of_batch_is_read_from_the_log(kind: str) -> None:
         ("spec_decode/mtp", '"draft decode"'),
         ("decode/fused", "up to {self._built.most} tokens"),
         ("decode/fused", "} path: {reason}"),
-        ("decode/fused", "ling.decode=fused cannot be honoured ({self._refused}); vLLM's layers decode"),
+        ("decode/fused", "ling.decode=fused cannot be honoured ({reason}); vLLM's layers decode"),
         ("decode/from_vllm", "(ling.linear=ling"),
         ("decode/from_vllm", "(ling.moe=ling"),
     ],

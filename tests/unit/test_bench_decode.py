@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,3 +233,49 @@ def test_floor_follows_workload_context_and_head() -> None:
     # Only the head of the verification is larger.
     more = (floor_bytes(Side(None, **drafting), 0) - floor_bytes(Side({}, **drafting), 0)) * 2.69
     assert more == pytest.approx(157184 * (2560 - 4), abs=10)
+
+
+class SlowEngine:
+    """Two prompts of 50 ms, then a step of 2 ms for every `burst` tokens of each request."""
+
+    def __init__(self, burst: int) -> None:
+        self._burst, self._lengths, self._left = burst, dict[str, int](), dict[str, int]()
+        self.llm_engine, self.vllm_config = self, SimpleNamespace(model_config=self)
+
+    def get_vocab_size(self) -> int:
+        return 1000
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        assert len(prompt["prompt_token_ids"]) == 8 and params.ignore_eos
+        self._left[name] = params.max_tokens
+
+    def step(self) -> list[Any]:
+        waiting = [name for name in self._left if name not in self._lengths]
+        time.sleep(0.05 if waiting else 0.002)
+        for name in waiting[:1] or list(self._left):
+            self._lengths[name] = min(
+                self._lengths.get(name, 0) + (1 if waiting else self._burst), self._left[name]
+            )
+        return [
+            SimpleNamespace(
+                request_id=name,
+                outputs=[SimpleNamespace(token_ids=[0] * length, logprobs=None)],
+                finished=length == self._left[name],
+            )
+            for name, length in self._lengths.items()
+        ]
+
+
+@pytest.mark.parametrize(("sequences", "burst"), [(1, 1), (2, 1), (1, 4)])
+def test_time_per_token_leaves_the_prompts_out(sequences: int, burst: int) -> None:
+    from vllm_ling.bench.worker import token_times
+
+    found = token_times(SlowEngine(burst), 8, 80, sequences)
+    assert 0.002 / burst <= found < 0.004 / burst
+
+
+def test_too_short_an_answer_is_not_timed() -> None:
+    from vllm_ling.bench.worker import token_times
+
+    with pytest.raises(ValueError, match="10 tokens are too few"):
+        token_times(SlowEngine(1), 8, 10)

@@ -4,7 +4,8 @@
 A row is one workload ("plain", "mtp3@2.68") at one context. Fields of the side "ours" have plain names; those of the
 others carry the side's name in front (`stock_ms_per_token`). A field that was not measured is null.
 
-- `ms_per_token`: end to end by `LLM.generate`, wall clock, per emitted token; `spread_ms` lowest and highest.
+- `ms_per_token`: end to end, wall clock, per emitted token, the engine stepped as `LLM.generate` steps it; `spread_ms`
+  lowest and highest.
 - `graph_ms_per_step`: the model's CUDA graph on the GPU, replayed back to back (CUDA events).
 - `gpu_ms_per_step`: all GPU work of a step (with drafts a round): that, and what the trace at the first context shows
   beside it (head, sampling, drafts, copies), without the waits between graph and single launches.
@@ -15,8 +16,8 @@ others carry the side's name in front (`stock_ms_per_token`). A field that was n
 - `accept_length_seen`: tokens per round of the timed answers.
 
 Beside the rows: `extras` (milliseconds of a prefill, of a step of 32 sequences), `kernels` (per engine and context the
-40 costliest: name, launches a step, microseconds a step), `engines` (options, start, choices, clocks, notes) and
-`errors`.
+40 costliest: name, launches a step, microseconds a step), `engines` (options, start, memory of the weights, choices,
+clocks, notes) and `errors`.
 """
 
 import json
@@ -67,6 +68,7 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
     label = f"{name} {side.workload}"
     engine = asdict(side) | {
         "start_s": answer.start_s,
+        "weights_bytes": answer.weights_bytes,
         "choices": answer.choices,
         "clocks": answer.clocks,
         "notes": answer.notes,

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm_ling.bench.trace import Steps
 
-SHORT, LONG = 32, 288
 PREFILL, BATCH = 8192, 32
 
 
@@ -21,7 +20,7 @@ class Side:
         draft_tokens, accept_length: MTP draft length (0: none) and the synthetic accept length.
         extras: time a prefill of 8192 tokens and 32 sequences at once instead of decoding one.
         repeats: timed repeats after one that is thrown away.
-        short, long: lengths of the two answers whose difference is taken.
+        tokens: length of a timed answer.
     """
 
     options: dict[str, Any] | None
@@ -32,8 +31,7 @@ class Side:
     accept_length: float = 0.0
     extras: bool = False
     repeats: int = 3
-    short: int = SHORT
-    long: int = LONG
+    tokens: int = 272
 
     @property
     def workload(self) -> str:
@@ -82,6 +80,7 @@ class Answer:
     Attributes:
         start_s: seconds from nothing to a ready engine, imports left out.
         choices: what the plugin chose and why.
+        weights_bytes: GPU memory that loading took, of the draft too, as vLLM measures it; None if it did not say.
         steps: the traced steps at the first context; None where no trace came.
         clocks: SM and memory clock, power, temperature right after the timed repeats, as nvidia-smi prints them.
         notes: parts that could not be measured, and why.
@@ -91,6 +90,7 @@ class Answer:
     decoded: list[Decoded]
     start_s: float
     choices: dict[str, list[str]]
+    weights_bytes: int | None = None
     extras: list[Extra] = field(default_factory=list)
     steps: Steps | None = None
     clocks: str = ""

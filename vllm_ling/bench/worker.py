@@ -7,6 +7,7 @@ All timing comes before any watching and tracing, and the answer is written afte
 context nor a profiler that fails can cost a figure.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from typing import Any
 
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
 from vllm_ling.bench.trace import Steps, steps_of
+from vllm_ling.eval.studies.seeded_engine import Requests
 
 _LOOK = 24  # steps of a look: enough for a mean, few enough for a small trace
 _SHORT_PROMPT = 128  # of the 32 sequences
+_SETTLED = 16  # tokens before the clock starts: the first steps after a prompt still fill the pipeline
+_NAMES = itertools.count()
 
 
 def work(side: Side, save: Callable[[Answer], None]) -> None:
@@ -32,6 +36,10 @@ def work(side: Side, save: Callable[[Answer], None]) -> None:
     llm, started = engine(side)
     choices = {name: [c.choice, c.reason] for name, c in STATUS.choices.items()}
     answer = Answer([], started, choices)
+    try:
+        answer.weights_bytes = weights_bytes(llm)
+    except Exception as error:
+        answer.notes.append(f"no memory of the weights: {error!r}")
     save(answer)
     if side.extras:
         for extra in (_prefill, _batch):
@@ -67,7 +75,7 @@ def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
     longest = PREFILL if side.extras else max(side.contexts)
     settings: dict[str, Any] = {
         "max_num_seqs": BATCH if side.extras else 1,
-        "max_model_len": longest + side.long + 64,
+        "max_model_len": longest + side.tokens + 64,
         "gpu_memory_utilization": memory,
         "compilation_config": {
             "mode": 0,
@@ -94,20 +102,49 @@ def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
         return llm, time.monotonic() - began
 
 
+def weights_bytes(llm: Any) -> int | None:
+    """GPU memory that loading took, as vLLM's runner measured it, or None."""
+    (found,) = llm.collective_rpc(lambda worker: getattr(worker.model_runner, "model_memory_usage", None))
+    return None if found is None else int(found)
+
+
 def generate(llm: Any, context: int, tokens: int, sequences: int = 1) -> float:
     """Seconds to write `tokens` tokens after each of `sequences` different prompts of `context` tokens, greedy."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size() - 20
-    prompts = [
-        TokensPrompt(prompt_token_ids=[17 + (31 * i + 7 * n) % vocabulary for i in range(context)])
-        for n in range(sequences)
-    ]
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in _prompts(llm, context, sequences)]
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     began = time.monotonic()
     llm.generate(prompts, params, use_tqdm=False)
     return time.monotonic() - began
+
+
+def _prompts(llm: Any, context: int, sequences: int) -> list[list[int]]:
+    vocabulary = llm.llm_engine.vllm_config.model_config.get_vocab_size() - 20
+    return [[17 + (31 * i + 7 * n) % vocabulary for i in range(context)] for n in range(sequences)]
+
+
+def token_times(llm: Any, context: int, tokens: int, sequences: int = 1) -> float:
+    """Seconds a token of each sequence, on the wall clock from its `_SETTLED`th token to its last.
+
+    Steps the engine as `LLM.generate` does, which has no clock between its tokens: prompt and set-up stay out.
+    """
+    requests = Requests(llm)
+    for prompt in _prompts(llm, context, sequences):
+        requests.add(f"timed {next(_NAMES)}", prompt, tokens)
+    began: tuple[float, int] | None = None
+    now, count = time.perf_counter(), 0
+    while requests.running:
+        requests.step()
+        lengths = [len(answer) for answer in requests.tokens.values()]
+        if sum(lengths) > count:
+            now, count = time.perf_counter(), sum(lengths)
+        if began is None and min(lengths) >= _SETTLED:
+            began = now, count
+    if began is None or count == began[1]:
+        raise ValueError(f"{count} tokens are too few to time")
+    return (now - began[0]) * sequences / (count - began[1])
 
 
 def traced(llm: Any, context: int, tokens: int) -> Steps:
@@ -141,17 +178,11 @@ def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float
     return median(times), min(times), max(times)
 
 
-def _per_step(llm: Any, side: Side, context: int, sequences: int = 1) -> float:
-    """Seconds a token (of each sequence): a long answer less a short one, so that prefill and set-up cancel out."""
-    both = generate(llm, context, side.long, sequences) - generate(llm, context, side.short, sequences)
-    return both / (side.long - side.short)
-
-
 def _decode(llm: Any, side: Side, context: int) -> tuple[Decoded, dict[int, int]]:
     from vllm_ling.bench.graphs import counted
 
     with counted() as replays:
-        found = _times(lambda: _per_step(llm, side, context), side.repeats)
+        found = _times(lambda: token_times(llm, context, side.tokens), side.repeats)
     return Decoded(context, *found), replays
 
 
@@ -162,7 +193,7 @@ def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> De
     length = None
     if side.draft_tokens and replays.get(id(graph)):
         # The first token of an answer comes from prefill.
-        tokens = (side.repeats + 1) * (side.short + side.long - 2)
+        tokens = (side.repeats + 1) * (side.tokens - 1)
         length = tokens / replays[id(graph)]
     return replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
 
@@ -172,7 +203,9 @@ def _prefill(llm: Any, side: Side) -> Extra:
 
 
 def _batch(llm: Any, side: Side) -> Extra:
-    return Extra(f"batch{BATCH}", *_times(lambda: _per_step(llm, side, _SHORT_PROMPT, BATCH), side.repeats))
+    return Extra(
+        f"batch{BATCH}", *_times(lambda: token_times(llm, _SHORT_PROMPT, side.tokens, BATCH), side.repeats)
+    )
 
 
 if __name__ == "__main__":
