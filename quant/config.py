@@ -20,9 +20,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from vllm_ling.options import parse_options
 from vllm_ling.quant.claim import LingQuantConfig
-from vllm_ling.quant.head import head_method
+from vllm_ling.quant.head import head_method, linear_choice
 from vllm_ling.quant.linear_block_fp8 import BlockFp8CpuMethod
 from vllm_ling.quant.moe import moe_method
 from vllm_ling.quant.moe_policy import ExpertFormat
@@ -47,8 +46,7 @@ class LingFp8Config(Fp8Config):
                 return UnquantizedLinearMethod()
             return BlockFp8CpuMethod(self.weight_block_size, getattr(self, "is_scale_e8m0", False))
         method = super().get_quant_method(layer, prefix)
-        options = parse_options(get_current_vllm_config().additional_config)
-        if isinstance(layer, LinearBase) and current_platform.is_cuda() and options.linear == "ling":
+        if isinstance(layer, LinearBase) and linear_choice(get_current_vllm_config())[0] == "ling":
             from vllm_ling.quant.linear_decode import with_decode_kernel
 
             return with_decode_kernel(method, self)

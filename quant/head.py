@@ -6,13 +6,16 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 
 from vllm_ling.checkpoint.headers import read_headers
 from vllm_ling.checkpoint.locate import resolve_model
+from vllm_ling.decode.policy import one_gpu
 from vllm_ling.options import parse_options
 from vllm_ling.quant.head_bf16 import HeadBf16Method
 from vllm_ling.quant.head_fp8 import HeadFp8Method
 from vllm_ling.quant.head_policy import HeadFacts, choose_head
+from vllm_ling.quant.linear_policy import LinearChoice, choose_linear
 from vllm_ling.spec_decode.shared_head import UnboundHeadMethod
 from vllm_ling.status import choose
 
@@ -30,7 +33,16 @@ def head_method(layer: ParallelLMHead, prefix: str, vllm_config: VllmConfig) -> 
         choice,
         options.on_probe,
         dummy=vllm_config.load_config.load_format == "dummy",
-        decode_kernel=options.linear == "ling",
+        decode_kernel=linear_choice(vllm_config)[0] == "ling",
+    )
+
+
+def linear_choice(vllm_config: VllmConfig) -> tuple[LinearChoice, str]:
+    """Whose kernel the FP8 head and the projections take for few tokens, and why."""
+    return choose_linear(
+        parse_options(vllm_config.additional_config).linear,
+        nvidia=current_platform.is_cuda(),
+        one_gpu=one_gpu(vllm_config.parallel_config),
     )
 
 

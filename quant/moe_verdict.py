@@ -11,6 +11,7 @@ from vllm.config import VllmConfig, get_current_vllm_config
 
 from vllm_ling.compat import installed_vllm
 from vllm_ling.quant.decode_moe import TOKEN_COUNTS, MoEShape, defines, plan, unsupported
+from vllm_ling.quant.head import linear_choice
 from vllm_ling.quant.jit import Gpu, default_cache, gpu_of, kernel_key
 from vllm_ling.quant.moe_auto import (
     AutoFacts,
@@ -126,7 +127,7 @@ def key_facts(config: VllmConfig, shape: MoEShape, device: torch.device) -> dict
         "clamped": any(getattr(hf_config, "expert_swiglu_limit_list", None) or []),
         "dtype": str(config.model_config.dtype),
         "lora": config.lora_config is not None,
-        "linear": (config.additional_config or {}).get("ling", {}).get("linear"),
+        "linear": linear_choice(config)[0],
         "versions": [installed_vllm(), torch.__version__, _version("humming-kernels")],
         "kernels": _kernels(shape, gpu),
         "switches": {name: value for name, value in os.environ.items() if name.startswith(_SWITCHES)},

@@ -23,9 +23,10 @@ class LingOptions(BaseModel):
         description="Backend of the routed MXFP4 experts. On a GPU auto times them at load and stock is vLLM's choice; "
         "ling decodes up to 8 tokens with our kernel and leaves the rest to Humming.",
     )
-    linear: Literal["stock", "ling"] = Field(
-        "stock",
-        description="Block-FP8 projections and the FP8 head on a GPU: vLLM's GEMM always, or ours for few tokens.",
+    linear: Literal["auto", "ling", "stock"] = Field(
+        "auto",
+        description="Block-FP8 projections and the FP8 head on a GPU: ling is our kernel for few tokens and vLLM's "
+        "GEMM above, stock vLLM's GEMM always; auto is ling on one NVIDIA GPU.",
     )
     decode: Literal["auto", "fused", "layers"] = Field(
         "auto",

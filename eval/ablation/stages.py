@@ -14,7 +14,10 @@ DRAFT_TOKENS = 3
 # What each known stage adds to the `ling` section, on a GPU and on a CPU, where stock vLLM has no layers for Ling.
 _ADDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "stock": ({}, {}),
-    "baseline": ({"lm_head": "bf16", "moe": "stock"}, {"lm_head": "bf16", "moe": "reference"}),
+    "baseline": (
+        {"lm_head": "bf16", "moe": "stock", "linear": "stock"},
+        {"lm_head": "bf16", "moe": "reference"},
+    ),
     "moe": ({"moe": "ling", "linear": "ling"}, {"moe": "ling"}),
     "head": ({"lm_head": "fp8"}, {"lm_head": "fp8"}),
     "mtp": ({}, {}),

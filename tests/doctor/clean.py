@@ -20,6 +20,7 @@ from tests.doctor.evidence import (
 from tests.doctor.faults.common import DEFAULTS, fp8_head, words
 from tests.unit.checkpoint_files import Tensors, declared_tensors
 from vllm_ling.checkpoint.synthetic import mini_config
+from vllm_ling.quant.linear_policy import choose_linear
 
 V1 = lines(
     LOG,
@@ -42,8 +43,12 @@ PLAIN = lines(
 def two_ranks(evidence: Evidence) -> Evidence:
     """The log of two tensor-parallel ranks, which the decode kernels do not serve."""
     once = lines(
-        without(evidence, "moe.decode", "linear 20480", "vllm-ling: (?:target|draft) path"),
+        without(evidence, "moe.decode", "vllm-ling: (?:target|draft) path"),
         DEFAULTS,
+        (
+            "linear 20480 x 2560 = .*",
+            f"linear decode = stock ({choose_linear('auto', nvidia=True, one_gpu=False)[1]})",
+        ),
         (r"target decode = .*", "target decode = layers (it serves one GPU)"),
         ("tensor_parallel_size=1", "tensor_parallel_size=2"),
         ("'max_num_seqs'", "'tensor_parallel_size': 2, 'max_num_seqs'"),
@@ -87,7 +92,7 @@ CLEAN = {
     "H200, MTP, live": LIVE,
     "H200, two ranks, MTP, live": live(
         LIVE,
-        info={"tensor_parallel_size": "2", "moe": "auto", "linear": "stock"},
+        info={"tensor_parallel_size": "2", "moe": "auto", "linear": "auto"},
         record={
             **GPU_RECORD,
             "choices": chosen(
@@ -102,7 +107,7 @@ CLEAN = {
     ),
     "H200, FP8 checkpoint, log": but(
         lines(
-            without(LOG, "moe.decode", "linear 20480", "vllm-ling: (?:target|draft) path"),
+            without(LOG, "moe.decode", "vllm-ling: (?:target|draft) path"),
             DEFAULTS,
             (r"'kernel_config': .*?\}, ", ""),
             (
@@ -112,7 +117,7 @@ CLEAN = {
             ("moe mxfp4", "moe fp8"),
             (
                 r"(target|draft) decode = .*",
-                r"\1 decode = layers (KDA's in_proj is not read by our FP8 kernel)",
+                r"\1 decode = layers (the experts are not read by our MoE kernel (ling.moe=ling))",
             ),
         ),
         config=FP8,

@@ -32,7 +32,7 @@ FOUR = ["baseline", "moe", "head", "mtp"]
 def test_stages_add_up() -> None:
     stages = plan(FOUR, {}, gpu=True)
     assert [stage.options for stage in stages] == [
-        {"lm_head": "bf16", "moe": "stock"},
+        {"lm_head": "bf16", "moe": "stock", "linear": "stock"},
         {"lm_head": "bf16", "moe": "ling", "linear": "ling"},
         {"lm_head": "fp8", "moe": "ling", "linear": "ling"},
         {"lm_head": "fp8", "moe": "ling", "linear": "ling"},

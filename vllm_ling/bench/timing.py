@@ -21,8 +21,8 @@ class Timing:
 def time_graph(calls: Sequence[Callable[[], object]], rounds: int = 4, replays: int = 11) -> Timing:
     """Times `calls` (one per layer; together larger than the L2 cache), each run `rounds` times in a graph.
 
-    The graph is replayed `replays` times after warm-ups of at least 0.2 s: clocks rise under load, and 20 ms after an idle
-    spell left the first figure 10% too high. Every figure is a replay's time over its number of calls.
+    The graph is replayed `replays` times after warm-ups of at least 0.2 s: clocks rise under load, and 20 ms after an
+    idle spell left the first figure 10% too high. Every figure is a replay's time over its number of calls.
     """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

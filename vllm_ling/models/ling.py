@@ -19,6 +19,7 @@ from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import target_name
 from vllm_ling.models.strict_loading import load_strictly
 from vllm_ling.options import parse_options
+from vllm_ling.quant.head import linear_choice
 from vllm_ling.spec_decode.shared_head import register_target_head
 from vllm_ling.status import choose
 
@@ -62,8 +63,9 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
 
             install_moe_blocks(self, vllm_config)
         options = parse_options(vllm_config.additional_config)
-        if options.linear == "ling" and not current_platform.is_cuda():
-            choose("linear decode", "stock", "ling.linear=ling needs an NVIDIA GPU")
+        linear, reason = linear_choice(vllm_config)
+        if linear == "stock":
+            choose("linear decode", linear, reason)
         # Set to a dict, it receives the residual stream after each layer of the fused path (eager execution only).
         self.ling_taps: dict[int, torch.Tensor] | None = None
         self._fused = fused_target(self, vllm_config, options.decode) if current_platform.is_cuda() else None

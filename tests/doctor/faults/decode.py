@@ -50,7 +50,13 @@ def unhonoured(reason: str) -> Evidence:
 
 DECODE = [
     Fault(
-        "decode on layers by default", "decode_path", "warn", BOTH, fell_back(LINEAR, DEFAULTS), LOG, UNTRIED
+        "decode on layers, linear stock",
+        "decode_path",
+        "warn",
+        BOTH,
+        fell_back(LINEAR, ling(linear="stock")),
+        LOG,
+        UNTRIED,
     ),
     Fault(
         "decode on layers for the experts",
@@ -64,7 +70,7 @@ DECODE = [
         "decode_path",
         "warn",
         '{"ling":{"moe":"ling","linear":"ling","on_fault":"warn"}}',
-        fell_back(LINEAR, ling(on_fault="warn")),
+        fell_back(LINEAR, ling(on_fault="warn", linear="stock")),
     ),
     Fault(
         "decode on layers beside Marlin, live",
@@ -90,6 +96,19 @@ DECODE = [
         "unknown",
         "name the checkpoint",
         but(without(fell_back(LINEAR, DEFAULTS), "Mxfp4 MoE backend", "moe mxfp4"), config=None),
+    ),
+    Fault(
+        "fused path never compared",
+        "decode_path",
+        "unknown",
+        "3 state slots are too few",
+        record(
+            choices=chosen(
+                target_decode_check=("unknown", "3 state slots are too few for 5 groups of layers")
+            )
+        ),
+        record(choices=chosen(target_decode_check=("ok", "compared at a later batch"))),
+        record(choices=chosen("target decode")),
     ),
     Fault(
         "draft on layers",
@@ -125,7 +144,7 @@ DECODE = [
         "decode_path",
         "fail",
         BOTH.replace("}}", ',"decode":"fused"}}'),
-        fell_back(LINEAR, ling(decode="fused")),
+        fell_back(LINEAR, ling(decode="fused", linear="stock")),
         lines(
             LOG, ling(moe="ling", linear="ling", decode="fused"), (r"ling\.decode=auto", "ling.decode=fused")
         ),

@@ -16,7 +16,7 @@ from tests.doctor.evidence import (
     live,
     without,
 )
-from tests.doctor.faults.common import NO_CHECKPOINT, Fault, record, words
+from tests.doctor.faults.common import NO_CHECKPOINT, NO_OWN_SERIES, Fault, record, words
 
 
 def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
@@ -88,6 +88,24 @@ EXPERTS = [
         live(OWN, record={**GPU_RECORD, "choices": own_kernel("moe decode", "stock", "compiler missing")}),
         OWN,
         live(OWN, record={**GPU_RECORD, "choices": chosen("moe decode")}),
+    ),
+    Fault(
+        "decode kernels of the projections fell back, by default",
+        "decode_kernels",
+        "warn",
+        "linear 4096 x 2560 = stock: CompileError",
+        live(
+            LIVE,
+            info={"linear": "auto"},
+            record={
+                **GPU_RECORD,
+                "choices": own_kernel(
+                    "linear 4096 x 2560", "stock", "CompileError: nvrtc: no such architecture"
+                ),
+            },
+        ),
+        live(LIVE, info={"linear": "auto"}),
+        NO_OWN_SERIES,
     ),
     Fault(
         "decode kernels of the projections not honoured, by log",

@@ -43,7 +43,8 @@ def decode_path(facts: Facts) -> Verdict:
 
     ling.decode=auto does so only where experts and projections are read by the plugin's kernels (ling.moe, ling.linear)
     and the shapes fit; else vLLM's layers decode, with one line in the log and no error. Both paths read the same
-    bytes, so no figure of the byte model shows it: what differs is the number of launches per token.
+    bytes, so no figure of the byte model shows it: what differs is the number of launches per token. Before its first
+    graph the path is compared with vLLM's layers; where that could not be done, nothing says that it computes the same.
     """
     if device(facts) != "cuda":
         return ok(_NOT_FOR_IT)
@@ -63,6 +64,12 @@ def decode_path(facts: Facts) -> Verdict:
             verdict = _on_layers(facts, model, str(reason))
             if verdict.outcome != "ok":
                 return verdict
+        checked, why = choices.get(f"{model} decode check", ("ok", ""))
+        if choice == "fused" and checked == "unknown":
+            return unknown(
+                f"the {model}'s fused path was not compared with vLLM's layers: {why}",
+                "give the server more memory for states (a smaller --max-model-len or --max-num-seqs leaves more)",
+            )
         seen.append(f"{model} decode = {choice} ({reason})")
     return ok("; ".join(seen))
 
@@ -93,8 +100,12 @@ def _on_layers(facts: Facts, model: str, reason: str) -> Verdict:
 
 def _fix(facts: Facts, reason: str) -> str:
     """The flags that the reason asks for, where they are not given already."""
+    # linear's default takes our kernel wherever it can be built; moe's takes what measured fastest.
+    enough = {"moe": ("ling",), "linear": ("ling", "auto", "default", None)}
     lacking = [
-        name for name in ("moe", "linear") if f"ling.{name}=ling" in reason and _option(facts, name) != "ling"
+        name
+        for name in ("moe", "linear")
+        if f"ling.{name}=ling" in reason and _option(facts, name) not in enough[name]
     ]
     if not lacking:
         return (

@@ -160,7 +160,7 @@ def _humming(capability: int | None) -> str:
 
 @check("log", "live")
 def decode_kernels(facts: Facts) -> Verdict:
-    """The plugin's own decode kernels run where ling.moe=ling or ling.linear=ling asks, or auto found them best.
+    """The plugin's own decode kernels run where ling.moe=ling or ling.linear=ling asks, or auto takes them.
 
     They are built and compared with vLLM's path at load. One that cannot be built, or that disagrees, leaves the work
     to vLLM: the server runs as before, without the speed that was meant.
@@ -176,10 +176,6 @@ def decode_kernels(facts: Facts) -> Verdict:
     }
     if _measured(facts).startswith(f"{_MEASURED}ling "):
         asked.add("moe")
-    if not asked and "serve.ling" not in facts and "serve.moe_option" not in facts:
-        return unknown(f"{facts['serve.ling']}")
-    if not asked:
-        return ok("no decode kernel was asked for")
     if device(facts) == "cpu":
         return ok("decode kernels are for GPUs; on a CPU ling means torch")
     own = {
@@ -188,16 +184,21 @@ def decode_kernels(facts: Facts) -> Verdict:
         if what in (_DECODE, "lm_head decode kernel") or what.startswith("linear ")
     }
     for what, (choice, reason) in own.items():
-        if choice in ("stock", "none"):
-            return fail(
+        # A reason that names the option is what was asked for.
+        if choice in ("stock", "none") and not str(reason).startswith("ling.linear="):
+            judge = fail if ("moe" if what == _DECODE else "linear") in asked else warn
+            return judge(
                 f"{what} = {choice}: {reason}",
-                "mend what the reason names (vllm-ling tune builds kernels ahead), or leave the option out",
+                "mend what the reason names (vllm-ling tune builds kernels ahead), or give the option's value stock",
             )
     if "moe" in asked and _DECODE not in own:
         return unknown("the MoE kernel was asked for, but the plugin recorded no decision about it")
     if "linear" in asked and not any(what.startswith("linear ") for what in own):
         return unknown("ling.linear=ling was asked for, but the plugin recorded no decision about it")
-    return ok(f"on the plugin's own kernels: {', '.join(sorted(own))}")
+    ours = sorted(what for what, (choice, _) in own.items() if choice == "ling")
+    return ok(
+        f"on the plugin's own kernels: {', '.join(ours)}" if ours else "no decode kernel has a part here"
+    )
 
 
 @check("log", "live")
