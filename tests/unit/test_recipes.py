@@ -57,7 +57,7 @@ COMMANDS = [
     *documented_commands("README.md", README.read_text()),
 ]
 BAD = {
-    "misspelt": ("--moe-backnd", "humming"),
+    "misspelt": ("--max-modl-len", "humming"),
     "abbreviated": ("--max-num-seq", "1"),
     "not a choice": ("--moe-backend", "huming"),
     "not a number": ("--max-model-len", "long"),
@@ -109,7 +109,8 @@ json.dump([parse(*job) for job in jobs], open(sys.argv[2], "w"))
 def misspelt_recipes() -> dict[str, Command]:
     """The commands of recipes with one letter missing."""
     site, sparkrun = (
-        yaml.safe_load(path.read_text().replace("--moe-backend", "--moe-backnd")) for path in (SITE, SPARKRUN)
+        yaml.safe_load(path.read_text().replace("--max-model-len", "--max-modl-len"))
+        for path in (SITE, SPARKRUN)
     )
     return {
         "misspelt in the site's recipe": site_commands(site)["rtx_pro_6000"],
@@ -172,7 +173,7 @@ def test_a_bad_command_is_found(name: str, parsed: dict[str, dict[str, Any]]) ->
 
 @pytest.mark.parametrize("name", ["misspelt in the site's recipe", "misspelt in sparkrun's recipe"])
 def test_a_misspelt_flag_in_a_recipe_is_found(name: str, parsed: dict[str, dict[str, Any]]) -> None:
-    assert parsed[name]["error"] == "unknown ['--moe-backnd']"
+    assert parsed[name]["error"] == "unknown ['--max-modl-len']"
 
 
 def test_a_misspelt_ling_option_is_found() -> None:

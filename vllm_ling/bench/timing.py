@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import torch
@@ -18,13 +19,20 @@ class Timing:
     high: float
 
 
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """One side stream per device: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def time_graph(calls: Sequence[Callable[[], object]], rounds: int = 4, replays: int = 11) -> Timing:
     """Times `calls` (one per layer; together larger than the L2 cache), each run `rounds` times in a graph.
 
     The graph is replayed `replays` times after warm-ups of at least 0.2 s: clocks rise under load, and 20 ms after an
     idle spell left the first figure 10% too high. Every figure is a replay's time over its number of calls.
     """
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
