@@ -80,6 +80,25 @@ def test_a_captured_benchmark_on_random_tokens_is_found(tmp_path: Path) -> None:
     assert not {"draft_head", "plugin_active", "proofs_hold", "faults_allowed", "moe_backend"} & set(found)
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["plain", "mtp"])
+def test_captured_logs_of_an_h200_show_what_a_benchmark_leaves_behind_and_nothing_else(
+    name: str, tmp_path: Path
+) -> None:
+    """vLLM 0.33, V2 runner, CUDA graphs, compilation config as objects, the plugin's first line lost."""
+    facts = Facts()
+    facts.put("gpu.names", [], "test")
+    read_log(facts, Path(shutil.copy(FOLDER / f"gpu-h200-{name}.log", tmp_path)))
+    read_environment(facts, {"HOME": str(tmp_path)})
+    findings, _ = run_checks(facts)
+    wrong = {finding.check for finding in findings if finding.outcome in ("fail", "warn")}
+    assert wrong == ({"weights_real", "speculation_settings"} if name == "mtp" else {"weights_real"})
+    sound = {finding.check: finding.evidence for finding in findings if finding.outcome == "ok"}
+    assert "on HUMMING" in sound["moe_backend"] and "FULL_DECODE_ONLY" in sound["graphs_on"]
+    assert "moe decode" in sound["decode_kernels"] and "fused" in sound["decode_path"]
+    assert "target: up to 8 tokens" in sound["decode_batches"] and "plugin_active" in sound
+
+
 def test_the_bundled_model_before_serving(tmp_path: Path) -> None:
     facts = Facts()
     facts.put("gpu.names", [], "test")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import vllm_ling
 from tests.doctor.clean import V1
 from tests.doctor.evidence import FOLDER, GB10, GPU_LOG, LOG, but, lines
 from tests.doctor.faults.common import BARE_LOG
 from vllm_ling.compat import SUPPORTED_VLLM, installed_vllm
+from vllm_ling.doctor.checks.plugin import OUR_VARIABLES
 from vllm_ling.doctor.facts import wording
 from vllm_ling.doctor.phrases import PHRASES, SERIES, VERSIONS, known_version
 from vllm_ling.doctor.registry import run_checks
@@ -159,3 +161,15 @@ def test_the_versions_are_those_of_the_window() -> None:
     assert all(known_version(f"{version}.0") for version in VERSIONS)
     assert f">={VERSIONS[0]},<0.{int(VERSIONS[-1].split('.')[1]) + 1}" == SUPPORTED_VLLM
     assert not known_version("0.34.0") and not known_version("0.3")
+
+
+def test_the_plugins_own_variables_are_known() -> None:
+    package = Path(vllm_ling.__file__).parent
+    linked = [folder for folder in package.iterdir() if folder.is_symlink()]
+    named = {
+        name
+        for folder in (package, *linked)
+        for path in folder.resolve().rglob("*.py")
+        for name in re.findall(r"VLLM_LING_[A-Z_]+", path.read_text())
+    }
+    assert named == OUR_VARIABLES

@@ -59,6 +59,15 @@ COMMAND = [
         NO_LOG,
     ),
     Fault(
+        "speculation by lot",
+        "speculation_settings",
+        "fail",
+        "rejection_sample_method",
+        speculating('{"method": "mtp", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}'),
+        STATIC,
+        NO_LOG,
+    ),
+    Fault(
         "speculation with another head",
         "speculation_settings",
         "fail",

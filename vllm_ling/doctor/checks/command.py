@@ -46,7 +46,8 @@ def speculation_settings(facts: Facts) -> Verdict:
     """The speculation settings draft with the checkpoint's MTP layer.
 
     Without `method`, vLLM looks for a separate draft model and refuses; `num_speculative_tokens` must be 1 or more. No
-    EAGLE or Medusa head belongs to a Ling checkpoint.
+    EAGLE or Medusa head belongs to a Ling checkpoint. `rejection_sample_method: synthetic`, left over from a benchmark,
+    accepts drafts by lot: the output is not the model's.
     """
     given = facts["serve.speculative"]
     if given is None:
@@ -58,6 +59,11 @@ def speculation_settings(facts: Facts) -> Verdict:
         return fail("num_speculative_tokens is 0", f"{_MTP}, or leave the option out")
     if method is None or (method not in _WITHOUT_MODEL and not str(method).endswith("_mtp")):
         return fail(f"speculation with {method or model!r}: not what a Ling checkpoint drafts with", _MTP)
+    if given.get("rejection_sample_method") == "synthetic":
+        return fail(
+            "rejection_sample_method synthetic: drafts are accepted by lot, the output is noise",
+            "leave rejection_sample_method out of --speculative-config",
+        )
     return ok(f"method {method}, {facts['serve.k']} draft tokens")
 
 

@@ -175,15 +175,18 @@ def _nothing_to_prove(facts: Facts) -> bool:
     return head in ("bf16", "fp8_row", "fp8_block") and not facts["serve.k"]
 
 
+# vLLM does not know them either, and warns of them.
+OUR_VARIABLES = {"VLLM_LING_DISABLE", "VLLM_LING_CACHE_DIR"}
+
+
 @check("static", "log")
 def unknown_variables(facts: Facts) -> Verdict:
     """Every VLLM_ environment variable is one that vLLM reads.
 
     vLLM warns once among a hundred lines; a misspelt switch then simply does not switch.
     """
-    ours = {"VLLM_LING_DISABLE"}
     if "log.unknown_variables" in facts:
-        strange = [name for name in facts["log.unknown_variables"] if name not in ours]
+        strange = [name for name in facts["log.unknown_variables"] if name not in OUR_VARIABLES]
         known: frozenset[str] = facts.get("_env.known_variables", frozenset())
     else:
         if "static" not in facts.sources:  # this process's variables are not the server's
@@ -192,7 +195,7 @@ def unknown_variables(facts: Facts) -> Verdict:
         if "_env.known_variables" not in facts:
             return unknown(f"{facts['env.known_variables']}")
         known = facts["_env.known_variables"]
-        strange = sorted(name for name in variables if name not in known | ours)
+        strange = sorted(name for name in variables if name not in known | OUR_VARIABLES)
     if not strange:
         return ok("no unknown VLLM_ variable")
     near = difflib.get_close_matches(strange[0], known, 1, 0.8)

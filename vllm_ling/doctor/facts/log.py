@@ -21,6 +21,8 @@ from vllm_ling.doctor.text import clean
 
 _MOST_S = 20.0
 # Long are only the lines with the arguments and the engine's configuration.
+# `<CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>`
+_MEMBER = re.compile(r"<\w+\.(\w+): [^<>]*>")
 _LONG, _USUAL = ("arguments", "engine"), 2048
 # What a log can tell; recorded as missing, with the reason, where it does not.
 _KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
@@ -75,10 +77,13 @@ def _unreadable(facts: Facts, path: Path, reason: str) -> None:
 
 
 def _literal(text: str) -> Any:
-    """A Python literal, as `ast.literal_eval` raises or returns it, without the warnings that odd ones print."""
+    """A Python literal, as `ast.literal_eval` raises or returns it, without the warnings that odd ones print.
+
+    vLLM prints an enum member, as in its compilation config, in angle brackets; it becomes its name.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.literal_eval(text)
+        return ast.literal_eval(_MEMBER.sub(r"'\1'", text))
 
 
 class _Reading:
@@ -205,6 +210,9 @@ class _Reading:
             cause = self.every.get("plugin_error", [[""]])[0][0]
             facts.put("plugin.state", "failed to import", origin)
             facts.put("plugin.reason", cause or "see the traceback in the log", origin)
+        elif "ling_choice" in self.once or "ling_proof" in self.once:
+            # vLLM loads plugins before it sets up its log in some programs, and the first line is lost.
+            facts.put("plugin.state", "active", f"{origin}, by what it decided")
         elif "plugin_failed" in self.gone:
             facts.lacks("plugin.state", self.gone["plugin_failed"])
         elif "engine" in self.once:
@@ -215,7 +223,7 @@ class _Reading:
         facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
         refused = [g[0] for g in self.every.get("ling_decode_refused", [])]
         facts.put("log.decode_refused", refused, origin)
-        if "ling_active" in self.once:
+        if facts.get("plugin.state") == "active":
             alarms: dict[str, str] = {}
             for raised, message, ended in self.every.get("ling_alarm", []):
                 alarms.pop(ended, None)
