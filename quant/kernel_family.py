@@ -2,6 +2,7 @@
 """One kernel for one shape, compiled once per token count that the GPU has room for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -56,8 +57,10 @@ class KernelFamily(Generic[P]):
             raise ValueError(f"{gpu.shared_bytes} bytes of shared memory are too few for {shape}")
         self.origins: dict[int, str] = {}
         self._kernels: dict[int, tuple[P, Kernel]] = {}
-        for p in self.plans:
-            built = build(source, defines(p), gpu.arch, cache)
+        # NVRTC lets other threads run: a cold start waits for the longest of them, not for their sum.
+        with ThreadPoolExecutor(len(self.plans)) as pool:
+            binaries = pool.map(lambda p: build(source, defines(p), gpu.arch, cache), self.plans)
+        for p, built in zip(self.plans, binaries, strict=True):
             self.origins[p.tokens] = built.origin
             self._kernels[p.tokens] = (p, Kernel(built.cubin, source.removesuffix(".cu"), p.shared_bytes))
         self.max_tokens = self.plans[-1].tokens
