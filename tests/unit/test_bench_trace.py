@@ -50,9 +50,26 @@ def test_steps_go_from_graph_to_graph(listed: bool) -> None:
     # Graphs with the gaps inside, the copy's overlap with the head once, no waits between.
     assert found.gpu_ms == pytest.approx(0.300 + 0.110 + 0.040)
     assert found.graph_ms == pytest.approx(0.300)
-    assert found.kernel_ms == pytest.approx(0.100 + 0.180 + 0.100 + 0.020 + 0.020)
+    assert found.kernel_ms == pytest.approx(0.100 + 0.180 + 0.100 + 0.010 + 0.020)
     assert found.kernels[0] == ("ling::moe<4>", 2, 280)
-    assert [name for name, _, _ in found.kernels] == ["ling::moe<4>", "head", "Memcpy DtoH", "draft"]
+    assert [name for name, _, _ in found.kernels] == ["ling::moe<4>", "head", "draft", "Memcpy DtoH"]
+
+
+def test_a_kernel_that_starts_early_is_charged_from_the_end_of_the_one_before() -> None:
+    events = []
+    for step in range(8):
+        at, number = 1000.0 * step, 10 * step + 1
+        # The second waits for the first from 20 on, the third ends inside the second.
+        events += [event("first", at, 100, number), event("second", at + 20, 130, number)]
+        events += [event("third", at + 30, 40, number), event("last", at + 160, 10, number)]
+    found = steps_of(events)
+    assert dict((name, us) for name, _, us in found.kernels) == {
+        "first": 100,
+        "second": 50,
+        "third": 0,
+        "last": 10,
+    }
+    assert found.kernel_ms == pytest.approx(0.160) and found.gpu_ms == pytest.approx(0.170)
 
 
 def test_a_graph_of_one_kernel_is_known_by_its_launch() -> None:

@@ -26,9 +26,10 @@ class Steps:
         gpu_ms: milliseconds that the GPU works for a step: every CUDA graph from its first start to its last end, gaps
             inside included, and everything launched singly; the waits between them left out.
         graph_ms: the part of `gpu_ms` that is the model's own graph.
-        kernel_ms: sum of all durations; more than `gpu_ms` where kernels overlap.
+        kernel_ms: the sum over `kernels` and those not listed: `gpu_ms` less the gaps inside graphs.
         period_ms: from one step's start to the next one's, CPU included, under the profiler.
-        kernels: (name, count a step, microseconds a step), most expensive first.
+        kernels: (name, count a step, microseconds a step), most expensive first. A kernel is charged from the end of
+            those before it, as one that is launched early spends the time before that waiting for them.
     """
 
     steps: int
@@ -80,10 +81,12 @@ def steps_of(trace: Iterable[Mapping[str, Any]]) -> Steps:
     whole = [spans.get(event.group, (event.start, event.end)) for event in inside]
     own = [spans[number] for number in models if begin <= spans[number][0] < end]
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    reached = begin
     for event in inside:
         total = totals[short_name(event.name)]
         total[0] += 1
-        total[1] += event.end - event.start
+        total[1] += max(0.0, event.end - max(event.start, reached))
+        reached = max(reached, event.end)
     rows = [(name, n / count, us / count) for name, (n, us) in totals.items()]
     return Steps(
         steps=count,
