@@ -22,17 +22,16 @@ from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.draft_rows import DraftRows
 from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
 from vllm_ling.spec_decode.shared_head import SharedHead, unbind
-from vllm_ling.status import choose
+from vllm_ling.status import choose, warning
 
 
 def fused_draft(layers: Any, vllm_config: VllmConfig, option: str) -> Any:
     """The fused path of the MTP layer (built at its first batch), or None."""
     if option == "layers" or not one_gpu(vllm_config.parallel_config) or len(layers) != 1:
-        choose(
-            "draft decode",
-            "layers",
-            "ling.decode=layers" if option == "layers" else "not one layer on one GPU",
-        )
+        reason = "ling.decode=layers" if option == "layers" else "not one layer on one GPU"
+        if option == "fused":
+            warning(f"ling.decode=fused cannot be honoured ({reason}); vLLM's layers decode")
+        choose("draft decode", "layers", reason)
         return None
     from vllm_ling.decode.fused import FusedPath, build_draft
 

@@ -206,3 +206,16 @@ def test_who_has_no_draft_path(layers: Any, sizes: dict[str, int], option: str, 
 
 def test_the_draft_path_has_no_kda_layer() -> None:
     assert fused_draft({0: MLA}, config(), "auto")._kda == ()
+
+
+@pytest.mark.parametrize(("option", "lines"), [("fused", 2), ("auto", 0)])
+def test_a_path_that_was_asked_for_is_missed_aloud(
+    option: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("vllm_ling.models.ling.warning", said.append)
+    monkeypatch.setattr("vllm_ling.spec_decode.mtp.warning", said.append)
+    two = config(tensor_parallel_size=2)
+    assert fused_target(model_of(MLA, KDA), two, option) is None
+    assert fused_draft({0: MLA}, two, option) is None
+    assert len(said) == lines and all("ling.decode=fused cannot be honoured (" in line for line in said)

@@ -21,7 +21,7 @@ from vllm_ling.models.strict_loading import load_strictly
 from vllm_ling.options import parse_options
 from vllm_ling.quant.head import linear_choice
 from vllm_ling.spec_decode.shared_head import register_target_head
-from vllm_ling.status import choose
+from vllm_ling.status import choose, warning
 
 # This module is imported only where a Ling model is served, so other models never see the replaced layers.
 install_cpu_layers()
@@ -37,6 +37,8 @@ def fused_target(model: Any, vllm_config: VllmConfig, option: str) -> Any:
     if not kda:
         reason = "there is no KDA layer whose plan describes a batch"
     if reason:
+        if option == "fused":
+            warning(f"ling.decode=fused cannot be honoured ({reason}); vLLM's layers decode")
         choose("target decode", "layers", reason)
         return None
     from vllm_ling.decode.fused import FusedPath, build_target
