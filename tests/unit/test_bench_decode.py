@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from vllm_ling.bench import decode as bench_decode
 from vllm_ling.bench.dram import Traffic
 from vllm_ling.bench.floor import floor_bytes
+from vllm_ling.bench.host import Host
 from vllm_ling.bench.processes import run_limited
 from vllm_ling.bench.side import Answer, Decoded, Extra, Side, read_answer
 from vllm_ling.bench.trace import Steps
@@ -40,7 +41,9 @@ NAMES = {
 def answer(side: Side, ms: float) -> Answer:
     if side.extras:
         return Answer([], 40.0, {}, extras=[Extra("batch32", 10 * ms, 9 * ms, 11 * ms)])
-    decoded = [Decoded(c, ms, ms - 0.1, ms + 0.1, graph_ms=1.5) for c in side.contexts]
+    decoded = [
+        Decoded(c, ms, ms - 0.1, ms + 0.1, graph_ms=1.5, host=Host(1.2, 0.1, 0.7)) for c in side.contexts
+    ]
     return Answer(decoded, 40.0, {"moe": ["ling", "few tokens"]}, steps=STEPS, clocks="1980 MHz")
 
 
@@ -67,6 +70,7 @@ def test_one_call_fills_both_workloads(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [*rows] == [("plain", 128), ("plain", 4096), ("mtp3@2.68", 128), ("mtp3@2.68", 4096)]
     assert all(row.keys() >= NAMES and row["stock_ms_per_token"] == 5.0 for row in rows.values())
     # The trace's head, sampling and copies (2.0 - 1.6) come on top of the graph as it runs without a profiler.
+    assert rows["plain", 128]["host_ms_per_step"] == {"busy_ms": 1.2, "launch_ms": 0.1, "wait_ms": 0.7}
     assert rows["plain", 128]["gpu_ms_per_step"] == pytest.approx(1.5 + 0.4)
     assert rows["mtp3@2.68", 128]["launches_per_token"] == pytest.approx(402 / 2.68)
     assert rows["plain", 4096]["launches_per_token"] is None

@@ -4,6 +4,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from vllm_ling.bench import dram
+from vllm_ling.bench import dram, host
 from vllm_ling.bench.dram import READ, WRITE, counters, step_traffic
 from vllm_ling.bench.graphs import counted, on_replay
 from vllm_ling.bench.side import Side
@@ -265,3 +266,31 @@ def test_report_refuses_what_is_no_result(tmp_path: Path, text: str | None) -> N
         path.write_text(text)
     done = CliRunner().invoke(app, ["bench", "report", str(path)])
     assert isinstance(done.exception, LingError) and str(path) in str(done.exception)
+
+
+def test_what_the_cpu_does_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 10 ms: 2 ms launch the model's graph, 1 ms a draft's, 4 ms wait for the GPU."""
+    clock = [0.0]
+
+    def spends(ms: dict[Any, float]) -> Callable[[Any], None]:
+        def act(what: Any) -> None:
+            clock[0] += ms[what] / 1e3
+
+        return act
+
+    wait = spends({"event": 4})
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", spends({"model": 2, "draft": 1}))
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", wait)
+    replay, synchronize = torch.cuda.CUDAGraph, torch.cuda.Event
+    with host.watched() as watch:
+        for _ in range(24):
+            replay.replay("model")  # type: ignore[arg-type]
+            replay.replay("draft")  # type: ignore[arg-type]
+            clock[0] += 0.003
+            synchronize.synchronize("event")  # type: ignore[arg-type]
+    found = watch.host("model")
+    assert (found.busy_ms, found.launch_ms, found.wait_ms) == pytest.approx((6, 3, 4))
+    assert torch.cuda.Event.synchronize is wait
+    with pytest.raises(ValueError, match="0 launches of the model's graph are too few"):
+        watch.host("another")

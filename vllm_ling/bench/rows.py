@@ -9,6 +9,8 @@ others carry the side's name in front (`stock_ms_per_token`). A field that was n
 - `graph_ms_per_step`: the model's CUDA graph on the GPU, replayed back to back (CUDA events).
 - `gpu_ms_per_step`: all GPU work of a step (with drafts a round): that, and what the trace at the first context shows
   beside it (head, sampling, drafts, copies), without the waits between graph and single launches.
+- `host_ms_per_step`: `busy_ms` of the CPU, of it `launch_ms` for launching CUDA graphs, and `wait_ms` for the GPU.
+  Where it hardly waits, the CPU is the limit.
 - `launches_per_token`: kernels, copies and memsets per emitted token, from the trace. First context only.
 - `dram_bytes_per_token`: read plus written, by ncu, with `--dram`; `dram_note` says how, or why not. Plain decode at
   the first context only.
@@ -101,6 +103,8 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
             if first:
                 values["launches_per_token"] = steps.launches / side.tokens_per_step
                 result["kernels"][f"{label} {decoded.context}"] = [list(row) for row in steps.kernels]
+        if decoded.host is not None:
+            values["host_ms_per_step"] = asdict(decoded.host)
         if decoded.accept_length is not None:
             values["accept_length_seen"] = decoded.accept_length
         if "bandwidth" in result:

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ling.bench.host import Host
 from vllm_ling.bench.trace import Steps
 
 PREFILL, BATCH = 8192, 32
@@ -53,6 +54,7 @@ class Decoded:
     Attributes:
         graph_ms: GPU time of the model's CUDA graph, see `graphs.back_to_back`; None where nothing was replayed.
         accept_length: tokens over rounds of the timed repeats, prefill left out; None without drafts.
+        host: what the CPU does in a step; None where it was not seen.
     """
 
     context: int
@@ -61,6 +63,7 @@ class Decoded:
     high: float
     graph_ms: float | None = None
     accept_length: float | None = None
+    host: Host | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ def read_answer(found: dict[str, Any]) -> Answer:
     return Answer(
         **found
         | {
-            "decoded": [Decoded(**row) for row in found["decoded"]],
+            "decoded": [
+                Decoded(**row | {"host": None if row["host"] is None else Host(**row["host"])})
+                for row in found["decoded"]
+            ],
             "extras": [Extra(**row) for row in found["extras"]],
             "steps": None
             if steps is None

@@ -7,6 +7,7 @@ All timing comes before any watching and tracing, and the answer is written afte
 context nor a profiler that fails can cost a figure.
 """
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vllm_ling.bench.host import watched
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
 from vllm_ling.bench.trace import Steps, steps_of
 from vllm_ling.eval.studies.seeded_engine import Requests
@@ -195,7 +197,12 @@ def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> De
         # The first token of an answer comes from prefill.
         tokens = (side.repeats + 1) * (side.tokens - 1)
         length = tokens / replays[id(graph)]
-    return replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
+    found = replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
+    with watched() as watch:
+        token_times(llm, decoded.context, side.tokens)
+    with contextlib.suppress(ValueError):  # an engine that launches no graphs, or too few
+        found = replace(found, host=watch.host(graph))
+    return found
 
 
 def _prefill(llm: Any, side: Side) -> Extra:
