@@ -131,7 +131,10 @@ SHAPE = {
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A vLLM configuration that `verdict_for` finds, and a played GPU."""
     model = SimpleNamespace(hf_config=SimpleNamespace(**SHAPE), dtype=torch.bfloat16)
-    config = SimpleNamespace(model_config=model, additional_config=None, lora_config=None)
+    one = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(
+        model_config=model, additional_config=None, lora_config=None, parallel_config=one
+    )
     monkeypatch.setattr(moe_verdict, "get_current_vllm_config", lambda: config)
     monkeypatch.setenv("VLLM_LING_CACHE_DIR", str(tmp_path))
     play_gpu(monkeypatch.setattr)
