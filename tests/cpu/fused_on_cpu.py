@@ -135,9 +135,14 @@ class CpuPath(fused.FusedPath):
 
     one_group = False
     model: Any = None
-    checks: dict[str, dict[str, float]]
+    checks: dict[str, dict[str, float]] | None = None
 
-    def _check(self, tokens: int, batches: Mapping[str, KdaBatch]) -> None:
+    def _compared(self, tokens: int, batches: Mapping[str, KdaBatch]) -> bool:
+        if self.checks is None:
+            self._compare_all(tokens, batches)
+        return True
+
+    def _compare_all(self, tokens: int, batches: Mapping[str, KdaBatch]) -> None:
         built, layers = self._built, self.model.model.layers
         assert built is not None
         caches = [
@@ -161,10 +166,10 @@ class CpuPath(fused.FusedPath):
             wrong = list(built.body.layers)
             wrong[at] = fault(wrong[at], wrong[OTHER[at]])
             body = FusedBody(wrong, built.body.space)
-            self.checks[name] = check.disagreements(layers, body, stream, batches)
+            with check.redirected(layers, wrong, batches, tokens):
+                self.checks[name] = check.disagreements(layers, body, stream, batches)
         for cache, values in zip(caches, kept, strict=True):
             cache.copy_(values)
-        self._checks_left = 0
 
     def _facts(self, tokens: int, unusual: str) -> tuple[BatchFacts, dict[str, KdaBatch]]:
         context = get_forward_context() if is_forward_context_available() else None
@@ -231,7 +236,7 @@ def main(out: Path, how: str) -> None:
     side.Recorder.__init__ = with_path  # type: ignore[method-assign]
     found = side.run_side(side.SideSpec({}, "mini", 12, (0, 5, 11)))
     planted = {name: f"layer {at} {half}" for name, (at, half, _) in FAULTS.items()}
-    torch.save(found | {"checks": getattr(models[0]._fused, "checks", {}), "planted": planted}, out)
+    torch.save(found | {"checks": getattr(models[0]._fused, "checks", None) or {}, "planted": planted}, out)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
-from vllm_ling.decode import fused
+from vllm_ling.decode import check, fused
 from vllm_ling.decode.from_vllm import Unsuitable
 from vllm_ling.decode.fused import Built, FusedPath
+from vllm_ling.decode.layers import KdaLayer
 from vllm_ling.status import STATUS
 
 CPU = torch.device("cpu")
@@ -27,6 +28,10 @@ class Situation:
     mode = CUDAGraphMode.NONE
     most = 8
     builds = 0
+    pool = 64
+
+    def __init__(self) -> None:
+        self.compared: list[int] = []
 
     def plan(self, **changes: Any) -> None:
         """One plain decode in slot 3."""
@@ -55,8 +60,17 @@ class Situation:
         self.builds += 1
         if self.problem is not None:
             raise self.problem
-        # What the comparison makes of its findings is tests/unit/test_fused_check.py's.
-        return Built(fused.FusedBody([], fused.Workspace(8, device)), self.most, lambda *_: {"all": 0.0})
+        return Built(fused.FusedBody([], fused.Workspace(8, device)), self.most, self.compare)
+
+    def compare(self, tokens: int, batches: Any) -> dict[str, float]:
+        """Needs room in the pool; what is made of its findings is tests/unit/test_fused_check.py's."""
+        layer = KdaLayer("kda", *(None,) * 6)  # type: ignore[arg-type]
+        states = SimpleNamespace(recurrent=torch.zeros(self.pool, 1))
+        object.__setattr__(layer, "states", lambda: states)
+        layers: list[Any] = [SimpleNamespace(attention=layer)] if "kda" in batches else []
+        with check.redirected([], layers, batches, tokens):
+            self.compared.append(tokens)
+        return {"all": 0.0}
 
 
 @pytest.fixture
@@ -236,3 +250,52 @@ def test_a_plan_without_our_layer_is_a_profiling_run(now: Situation) -> None:
     assert (
         path(now, kda=("kda", "another")).take(1, CPU, "") is None and now.builds == 0 and not STATUS.choices
     )
+
+
+def warm_up(now: Situation, ours: FusedPath, tokens: int, planned: bool = True) -> bool:
+    """A forward pass of one sequence of `tokens` tokens with room for four; whether it took the path."""
+    if not planned:
+        now.plans = None
+    elif tokens > 4:
+        now.plan(num_prefills=1)
+    else:
+        now.drafts(tokens, spec_state_indices_tensor=torch.zeros(1, 4, dtype=torch.int32))
+    return ours.take(tokens, CPU, "") is not None
+
+
+def pieces(now: Situation, ours: FusedPath, planned: bool) -> list[bool]:
+    """vLLM's captures of pieces: each size is warmed up first; the V2 runner plans attention for both, V1 for none."""
+    taken = []
+    for tokens in (8, 4, 2, 1):
+        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+            now.mode = mode
+            taken.append(warm_up(now, ours, tokens, planned))
+    now.mode = CUDAGraphMode.NONE
+    return taken
+
+
+def whole(now: Situation, ours: FusedPath) -> tuple[bool, bool]:
+    """The capture of a whole verification: warm-up, then the graph."""
+    warm = warm_up(now, ours, 4)
+    now.capturing, now.mode = True, CUDAGraphMode.FULL
+    captured = warm_up(now, ours, 4)
+    now.capturing, now.mode = False, CUDAGraphMode.NONE
+    return warm, captured
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+def test_measuring_graphs_on_a_tiny_cache_does_not_use_the_comparison_up(now: Situation, v2: bool) -> None:
+    """--max-num-seqs 1 with MTP (k = 3) and the default FULL_AND_PIECEWISE: vLLM first captures on a cache of a block
+    per sequence, throws that away, and captures again on the real one."""
+    ours = path(now)
+    assert not warm_up(now, ours, 8, planned=False), "the profiling run"
+    now.pool = 1
+    assert not any(pieces(now, ours, v2)) and whole(now, ours) == (False, False) and not now.compared
+    assert STATUS.choices["target decode check"].choice == "unknown" and "target_decode" not in STATUS.proofs
+    now.pool = 64
+    if v2:
+        # Steps as in service come before the captures: a prompt, a verification, a decode that drafted nothing.
+        assert [warm_up(now, ours, tokens) for tokens in (5, 4, 1)] == [False, True, True]
+    pieces(now, ours, v2)
+    assert whole(now, ours) == (True, True) and 4 in now.compared and now.builds == 1
+    assert STATUS.choices["target decode check"].choice == "ok" and "target_decode" in STATUS.proofs

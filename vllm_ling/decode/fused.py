@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the fused path beside vLLM's layers: a batch it suits goes through it, every other one through vLLM.
 
-It is built, and compared with vLLM's layers, at the first batch that it suits and that is not being captured, so after
-loading; vLLM warms up every batch size before it captures the size's graph. What keeps a model or a batch on vLLM's
-layers is logged once, with its reason.
+It is built at the first batch that it suits and that is not being captured, so after loading, and takes no batch of a
+kind that has not been compared with vLLM's layers (`compared.py`); vLLM warms up every batch size before it captures
+the size's graph. What keeps a model or a batch on vLLM's layers is logged once, with its reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
-from vllm_ling.decode.check import BOUND, NotChecked, away, disagreements
+from vllm_ling.decode.check import away, disagreements, redirected
+from vllm_ling.decode.compared import Comparisons, kind_of
 from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
@@ -30,12 +31,10 @@ from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
-from vllm_ling.status import STATUS, choose, fault, proof, warning
+from vllm_ling.status import choose, warning
 
 # What the FP8 kernels read about as fast as one token; the plan of the other kernels may allow less.
 MAX_TOKENS = 8
-# How many batches may be tried for the comparison with vLLM's layers, which some do not allow.
-CHECKS = 4
 _SPACES: dict[int, Workspace] = {}
 
 
@@ -57,7 +56,7 @@ class FusedPath:
     ) -> None:
         self._what, self._option, self._build, self._kda = what, option, build, kda
         self._built: Built | None = None
-        self._checks_left = CHECKS
+        self._comparisons = Comparisons(what)
         self._refused = ""
         self._said: set[str] = set()
 
@@ -77,10 +76,8 @@ class FusedPath:
                 return None
             facts, batches = self._facts(tokens, unusual)
             path, reason = choose_path(facts)
-        if path == "fused" and self._checks_left and not torch.cuda.is_current_stream_capturing():
-            self._check(tokens, batches)
-            if self._built is None:
-                return None
+        if path == "fused" and not self._compared(tokens, batches):
+            return None
         if facts.planned and reason not in self._said:
             self._said.add(reason)
             choose(f"{self._what} path: {reason}", path, f"ling.decode={self._option}")
@@ -128,33 +125,19 @@ class FusedPath:
         except Exception as error:  # whatever is wrong, vLLM's layers can serve
             self._refuse(str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}")
 
-    def _check(self, tokens: int, batches: Mapping[str, KdaBatch]) -> None:
-        """Compares the built path with vLLM's layers, and gives it up if they disagree."""
+    def _compared(self, tokens: int, batches: Mapping[str, KdaBatch]) -> bool:
+        """Whether this kind of batch agrees with vLLM's layers; the first one outside a capture is compared."""
         assert self._built is not None
-        code, what = f"{self._what}_decode", f"{self._what} decode check"
-        self._checks_left -= 1
-        try:
-            found = self._built.compare(tokens, batches)
-        except NotChecked as reason:  # a later batch may do
-            choose(what, "unknown", str(reason))
-            return
-        except Exception as error:
-            self._refuse(f"the comparison with vLLM's layers failed: {type(error).__name__}: {error}")
-            return
-        self._checks_left = 0
-        wrong = {name: distance for name, distance in found.items() if not distance <= BOUND}
-        if wrong:
-            worst = ", ".join(f"{name} {distance:.2f}" for name, distance in list(wrong.items())[:3])
-            fault(code, f"{len(wrong)} of {len(found)} parts disagree with vLLM's layers: {worst}")
-            self._refuse("it disagrees with vLLM's layers on the loaded weights")
-            return
-        name, distance = max(found.items(), key=lambda part: part[1])
-        proof(
-            code,
-            f"{len(found)} parts agree with vLLM's layers, stream and states; the furthest is {name}, {distance:.4f}",
-        )
-        if STATUS.choices.get(what) is not None:
-            choose(what, "ok", "compared at a later batch")
+        built, kind = self._built, kind_of(tokens, batches)
+        if self._comparisons.cover(kind):
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            self._comparisons.wait(kind, "a graph was captured before such a batch could be compared")
+            return False
+        if problem := self._comparisons.make(kind, lambda: built.compare(tokens, batches)):
+            self._refuse(problem)
+            return False
+        return self._comparisons.cover(kind)
 
     def _refuse(self, reason: str) -> None:
         self._built, self._refused = None, reason
@@ -168,7 +151,8 @@ class Built:
 
     Attributes:
         most: tokens that they take.
-        compare: compares them with vLLM's layers, see `check.disagreements`; of a number of tokens and a batch.
+        compare: compares them with vLLM's layers, see `check.disagreements`; of a number of tokens and a batch. Raises
+            `NotChecked` before it computes anything where the batch leaves no room.
         entry: the MTP layer's projection of the joined embedding and hidden state.
     """
 
@@ -196,9 +180,12 @@ def build_target(model: Any, device: torch.device) -> Built:
     body = FusedBody(layers, _space(device))
 
     def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
-        embedding = model.model.word_embeddings
-        ids = torch.randint(embedding.org_vocab_size, (tokens,), generator=_generator(device), device=device)
-        return disagreements(model.model.layers, body, embedding(ids), batches)
+        embedding, stock = model.model.word_embeddings, model.model.layers
+        with redirected(stock, layers, batches, tokens):
+            ids = torch.randint(
+                embedding.org_vocab_size, (tokens,), generator=_generator(device), device=device
+            )
+            return disagreements(stock, body, embedding(ids), batches)
 
     return Built(body, min(map(_most, layers)), compare)
 
@@ -215,13 +202,14 @@ def build_draft(layer: Any, device: torch.device) -> Built:
     body = FusedBody([fused], _space(device))
 
     def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
-        shape = (tokens, entry.gemv.shape.k)
-        joined = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
-        joined = joined.to(torch.bfloat16)
-        right = layer.eh_proj(joined)
-        mine = entry(joined, torch.empty_like(right))
-        found = {"eh_proj": away(mine, right, torch.zeros_like(right), "eh_proj")}
-        return found | disagreements([layer], body, right, batches)
+        with redirected([layer], [fused], batches, tokens):
+            shape = (tokens, entry.gemv.shape.k)
+            joined = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
+            joined = joined.to(torch.bfloat16)
+            right = layer.eh_proj(joined)
+            mine = entry(joined, torch.empty_like(right))
+            found = {"eh_proj": away(mine, right, torch.zeros_like(right), "eh_proj")}
+            return found | disagreements([layer], body, right, batches)
 
     return Built(body, min(_most(fused), entry.gemv.max_tokens), compare, entry)
 

@@ -68,7 +68,7 @@ def decode_path(facts: Facts) -> Verdict:
         if choice == "fused" and checked == "unknown":
             return unknown(
                 f"the {model}'s fused path was not compared with vLLM's layers: {why}",
-                "give the server more memory for states (a smaller --max-model-len or --max-num-seqs leaves more)",
+                "where state slots are too few, a higher --gpu-memory-utilization gives the cache more",
             )
         seen.append(f"{model} decode = {choice} ({reason})")
     return ok("; ".join(seen))
