@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm_ling.errors import LingError
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
 from vllm_ling.quant.head_probe import HeadProbe
+from vllm_ling.quant.linear_check import EXACT_BOUND, furthest, random_tokens
 from vllm_ling.quant.row_fp8 import quantize_row_fp8
 from vllm_ling.spec_decode.shared_head import head_changed
 from vllm_ling.status import choose, fault, proof
@@ -141,6 +142,9 @@ class HeadFp8Method(QuantizeMethodBase):
                 f"{self._what}: the FP8 head has rows whose scale is missing, zero, negative or NaN"
             )
         self._gemv, reason = self._decode_kernel(layer)
+        if self._gemv is not None:
+            reason = self._problem(layer)
+            self._gemv = None if reason else self._gemv
         what = f"{self._what} decode kernel"
         if self._gemv is not None:
             choose(what, "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations")
@@ -190,6 +194,45 @@ class HeadFp8Method(QuantizeMethodBase):
         except (RuntimeError, ValueError, ImportError) as error:
             return None, f"{type(error).__name__}: {error}"
 
+    def _problem(self, layer: Any) -> str:
+        """Why our kernel cannot be used on these weights, or ""; the record says how far it is from an fp32 product.
+
+        The product is taken chunk by chunk of rows, so that no second copy of the weight exists.
+        """
+        from vllm_ling.quant.fp8_gemv import TOKEN_COUNTS
+
+        code = f"{self._what.replace(' ', '_')}_decode"
+        weight, scale = layer.weight, self.scale(layer)
+        try:
+            counts = [count for count in TOKEN_COUNTS if count <= self._gemv.max_tokens]
+            x = random_tokens(counts[-1], weight.shape[1], weight.device)
+            found = {count: self._product(layer, x[:count]) for count in counts}
+            distances, seen = [], []
+            for part in _chunks(weight.shape[0]):
+                if self._source == "fp8_block":
+                    blocks = scale[part.start // _BLOCK[0] : _blocks(part.stop, 0)]
+                    rows = dequantize_block_fp8(weight[part], blocks, _BLOCK)
+                else:
+                    rows = weight[part].float() * scale[part, None]
+                right = x.float() @ rows.T
+                seen.append(right.any())
+                distances += [furthest(ours[:, part], right[:count]) for count, ours in found.items()]
+            if not bool(torch.stack(seen).any()):
+                raise ValueError("it is zero")
+            away = float(torch.stack(distances).max())
+        except Exception as error:  # without evidence the head goes on without our kernel
+            return f"not compared with an fp32 product: {type(error).__name__}: {error}"
+        said = f"{away:.4f} (relative RMS of 128 rows) from an fp32 product of the loaded weights"
+        if not away <= EXACT_BOUND:
+            fault(code, f"our kernel is {said}")
+            return f"it is {said}"
+        proof(code, f"our kernel is at most {said}, {len(counts)} token counts")
+        return ""
+
+    def _product(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], layer.weight.shape[0], dtype=x.dtype, device=x.device)
+        return self._gemv(x, layer.weight, self.scale(layer), out)
+
     def scale(self, layer: Any) -> torch.Tensor:
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
         return layer.weight_scale_inv if self._source == "fp8_block" else layer.weight_scale
@@ -206,8 +249,7 @@ class HeadFp8Method(QuantizeMethodBase):
             and 0 < rows <= self._gemv.max_tokens
         ):
             flat = x.reshape(rows, x.shape[-1]).contiguous()
-            out = torch.empty(rows, layer.weight.shape[0], dtype=x.dtype, device=x.device)
-            return self._gemv(flat, layer.weight, self.scale(layer), out).view(*x.shape[:-1], -1)
+            return self._product(layer, flat).view(*x.shape[:-1], -1)
         if self._source == "fp8_block":
             return F.linear(
                 x, dequantize_block_fp8(layer.weight, layer.weight_scale_inv, _BLOCK, x.dtype), bias

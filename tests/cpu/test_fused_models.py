@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 
+from vllm_ling.models import ling
 from vllm_ling.models.ling import LingForCausalLM, fused_target
 from vllm_ling.spec_decode import mtp
 from vllm_ling.spec_decode.mtp import LingMTPModel, fused_draft
@@ -123,11 +124,14 @@ def test_draft_step_joins_embedding_and_hidden_state() -> None:
     assert found.tolist() == [[3700], [7000]]
 
 
-def test_a_taken_target_runs_from_embedding_to_final_norm() -> None:
+def test_a_taken_target_runs_from_embedding_to_final_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(batch="the batch")
     model = Target(path)
     model.ling_taps = {}
+    reports: list[bool] = []
+    monkeypatch.setattr(ling, "report", lambda: reports.append(True))
     assert model.forward(IDS, POSITIONS).tolist() == [[22], [42]]
+    assert reports, "what was compared at load is told by now"
     residual, positions, batch = path.built.given
     assert residual.tolist() == [[10], [20]] and positions is POSITIONS and batch == "the batch"
     assert path.built.taps is model.ling_taps

@@ -116,6 +116,22 @@ def test_disagreement_is_a_fault_and_leaves_vllm(monkeypatch: pytest.MonkeyPatch
     assert not usable and "disagrees" in reason and "moe_decode" in STATUS.faults
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_every_token_count_is_compared(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Each is a kernel of its own."""
+
+    class Wrong(Kernel):
+        def __call__(self, x: Any, *rest: Any) -> Any:
+            out = super().__call__(x, *rest)
+            return out.mul_(2) if len(x) == tokens else out
+
+    made = block()
+    monkeypatch.setattr(LingMoE, "stock", by_reference)
+    monkeypatch.setattr(moe_block, "MoEDecoder", Wrong)
+    usable, reason = decide(made)
+    assert not usable and "disagrees" in reason and "1.000" in STATUS.faults["moe_decode"]
+
+
 def test_a_kernel_that_cannot_be_built_leaves_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Kernel):
         def __init__(self, *_: Any) -> None:

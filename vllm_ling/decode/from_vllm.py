@@ -78,6 +78,8 @@ def float32(tensor: torch.Tensor, what: str) -> torch.Tensor:
 def projection(kernels: Kernels, layers: Sequence[Any], prologue: Prologue, what: str) -> Projection:
     """Block-FP8 linear layers that read the same input, as one matrix."""
     for layer in layers:
+        if problem := getattr(layer, "ling_problem", ""):
+            raise Unsuitable(f"{what}: {problem}")
         if not hasattr(layer, "ling_scales"):
             raise Unsuitable(f"{what} is not read by our FP8 kernel (ling.linear=ling, block-FP8 weights)")
         if getattr(layer, "bias", None) is not None:

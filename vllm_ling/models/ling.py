@@ -20,6 +20,7 @@ from vllm_ling.models.naming import target_name
 from vllm_ling.models.strict_loading import load_strictly
 from vllm_ling.options import parse_options
 from vllm_ling.quant.head import linear_choice
+from vllm_ling.quant.linear_check import report
 from vllm_ling.spec_decode.shared_head import register_target_head
 from vllm_ling.status import choose, warning
 
@@ -80,6 +81,7 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """Hidden states BF16 [tokens, hidden] after the final norm, through the fused path or vLLM's layers."""
+        report()  # target and draft are loaded by the first call
         if self._fused is not None and input_ids is not None and intermediate_tensors is None:
             unusual = "embeddings come from outside" if inputs_embeds is not None else ""
             taken = self._fused.take(input_ids.shape[0], input_ids.device, unusual)
