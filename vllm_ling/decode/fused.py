@@ -13,14 +13,15 @@ import torch
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.check import BOUND, NotChecked, away, disagreements
 from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
-    attention_layer,
     kda_batches,
+    kda_layer,
     mlp_layer,
     norm_of,
     projection,
@@ -28,6 +29,7 @@ from vllm_ling.decode.from_vllm import (
 )
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
+from vllm_ling.decode.mla_from_vllm import mla_layer
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
 from vllm_ling.status import STATUS, choose, fault, proof, warning
@@ -231,8 +233,10 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _layer(kernels: Kernels, layer: Any) -> FusedLayer:
+    attention, norm = layer.self_attn, norm_of(layer.input_layernorm)
+    is_kda = isinstance(attention, BailingMoeV3KimiDeltaAttention)
     return FusedLayer(
-        attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
+        kda_layer(kernels, attention, norm) if is_kda else mla_layer(kernels, attention, norm),
         mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
     )
 
