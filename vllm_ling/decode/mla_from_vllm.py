@@ -109,7 +109,8 @@ def mla_batch(attend: Any, tokens: int, most: int) -> tuple[MlaBatch | None, str
         return None, f"the GPU has room for {most} tokens only"
     cache, lengths = attend.kv_cache, plan.decode.seq_lens
     blocks, starts = plan.decode.block_table, plan.query_start_loc[: lengths.shape[0] + 1]
-    if cache.dtype != torch.bfloat16 or cache.stride()[1:] != (cache.shape[2], 1):
+    aligned = cache.stride(0) % 8 == 0 and cache.data_ptr() % 16 == 0
+    if cache.dtype != torch.bfloat16 or cache.stride()[1:] != (cache.shape[2], 1) or not aligned:
         return None, f"the cache is {cache.dtype}, {tuple(cache.shape)}, {cache.stride()}"
     if any(t.dtype != torch.int32 or t.stride(-1) != 1 for t in (lengths, blocks, starts)):
         return None, "its block table or lengths are not contiguous int32"
