@@ -68,8 +68,10 @@ class LingMTPModel(BailingMoeV3MTPModel):
             layer.shared_head = SharedHead(head, fail=fail, inject=options.inject_fault, rows=rows)
         if current_platform.is_cuda():
             from vllm_ling.models.moe_block import install_moe_blocks
+            from vllm_ling.spec_decode.draft_graph import join_draft_steps
 
             install_moe_blocks(self, vllm_config)
+            join_draft_steps()
         self._fused = fused_draft(layers, vllm_config, options.decode) if current_platform.is_cuda() else None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -100,6 +102,10 @@ class LingMTPModel(BailingMoeV3MTPModel):
         processor: Any = self.model.logits_processor
         if shared.rows is not None and shared.rows.active:
             return shared.rows.top_tokens(processor, hidden_states)
+        if processor.scale == 1.0 and processor.soft_cap is None:
+            best = getattr(shared.head.quant_method, "best_rows", lambda *_: None)(shared.head, hidden_states)
+            if best is not None:
+                return best
         return processor.get_top_tokens(shared.head, hidden_states)
 
     def _shared_head(self, step: int) -> SharedHead:
