@@ -7,9 +7,9 @@
 // DOWN_UNITS x experts x BLOCKS.
 struct Work {
   Divisor up_quota, down_quota, row;  // steps per CTA in gate_up and down; down steps of a unit
-  int up, up_end, down, down_end, pairs;
-  __device__ __forceinline__ Work(const Schedule &s, const Divisor divisors[3])
-      : up_quota(divisors[0]), down_quota(divisors[1]), row(divisors[2]) {
+  int up, up_end, down, down_end, pairs, up_parts;
+  __device__ __forceinline__ Work(const Schedule &s, const Split &split)
+      : up_quota(split.up), down_quota(split.down), row(split.row), up_parts(split.parts) {
     int all = s.unique * UP_UNITS * UP_STEPS;
     up = min((int)(blockIdx.x * up_quota.d), all), up_end = min(up + (int)up_quota.d, all);
     all = DOWN_UNITS * s.unique * BLOCKS;
