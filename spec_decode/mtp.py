@@ -43,9 +43,7 @@ def draft_step(
     layer: Any, built: Any, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Hidden states BF16 [tokens, hidden] of the MTP layer, of the embedding and the previous hidden states."""
-    joined = torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], dim=-1)
-    residual = torch.empty_like(embeds)
-    built.entry(joined, residual)
+    residual = built.entry(embeds.contiguous(), hidden.contiguous(), torch.empty_like(embeds))
     return layer.final_layernorm(built.body(residual, positions, {}))
 
 

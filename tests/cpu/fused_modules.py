@@ -163,6 +163,8 @@ def decoder_layer(s: LingShape, number: int) -> Any:
         post_attention_layernorm=bf16(s.hidden_size),
         mlp=moe_block(s) if s.is_moe(number) else dense_mlp(s),
         eh_proj=fp8(s.hidden_size, 2 * s.hidden_size),
+        enorm=bf16(s.hidden_size),
+        hnorm=bf16(s.hidden_size),
     )
 
 

@@ -28,7 +28,7 @@ from vllm_ling.decode.from_vllm import (
     states_problem,
 )
 from vllm_ling.decode.kda_step import KdaBatch
-from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
+from vllm_ling.decode.layers import DenseLayer, Entry, KdaLayer, Workspace
 from vllm_ling.decode.mla_from_vllm import mla_layer
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
@@ -171,7 +171,7 @@ class Built:
     Attributes:
         most: tokens that they take.
         compare: compares them with vLLM's layers, see `check.disagreements`; of a number of tokens and a batch.
-        entry: the MTP layer's projection of the joined embedding and hidden state.
+        entry: of the MTP layer.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Built:
         body: FusedBody,
         most: int,
         compare: Callable[[int, Mapping[str, KdaBatch]], dict[str, float]],
-        entry: Projection | None = None,
+        entry: Entry | None = None,
     ) -> None:
         self.body, self.most, self.compare, self.entry = body, most, compare, entry
 
@@ -213,19 +213,22 @@ def build_draft(layer: Any, device: torch.device) -> Built:
     """
     kernels = Kernels(device, default_cache())
     fused = _layer(kernels, layer)
-    entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
+    left, (right, eps) = norm_of(layer.enorm), norm_of(layer.hnorm)
+    if eps != left[1]:
+        raise Unsuitable("the norms before eh_proj have different epsilons")
+    entry = Entry(projection(kernels, (layer.eh_proj,), "joined", "eh_proj"), left, right)
     body = FusedBody([fused], _space(device))
 
     def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
-        shape = (tokens, entry.gemv.shape.k)
-        joined = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
-        joined = joined.to(torch.bfloat16)
-        right = layer.eh_proj(joined)
-        mine = entry(joined, torch.empty_like(right))
-        found = {"eh_proj": away(mine, right, torch.zeros_like(right), "eh_proj")}
-        return found | disagreements([layer], body, right, batches)
+        shape = (2, tokens, left[0].shape[0])
+        given = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
+        embeds, hidden = given.to(torch.bfloat16)
+        theirs = layer.eh_proj(torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], -1))
+        mine = entry(embeds, hidden, torch.empty_like(theirs))
+        found = {"eh_proj": away(mine, theirs, torch.zeros_like(theirs), "eh_proj")}
+        return found | disagreements([layer], body, theirs, batches)
 
-    return Built(body, min(_most(fused), entry.gemv.max_tokens), compare, entry)
+    return Built(body, min(_most(fused), entry.max_tokens), compare, entry)
 
 
 def _generator(device: torch.device) -> torch.Generator:

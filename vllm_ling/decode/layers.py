@@ -56,6 +56,28 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """The MTP layer's projection of an embedding and a hidden state side by side, with the norms before it.
+
+    Attributes:
+        right_norm: BF16 [hidden], the weight of the hidden state's norm; its epsilon is the left one's.
+    """
+
+    projection: Projection
+    left_norm: Norm
+    right_norm: torch.Tensor
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a call takes."""
+        return self.projection.gemv.max_tokens
+
+    def __call__(self, embeds: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """All BF16 [tokens, hidden]."""
+        return self.projection(embeds, out, norm=self.left_norm, second=(hidden, self.right_norm))
+
+
+@dataclass(frozen=True)
 class KdaLayer:
     """KDA with the norm before it. `states` is asked at every call, as vLLM may move its pool.
 
