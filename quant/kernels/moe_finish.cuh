@@ -21,8 +21,7 @@ __device__ __forceinline__ void finish(const Scratch *scratch, const Work &work,
   for (int first = begin + threadIdx.x / 32 * (32 / TEAM); first < end; first += THREADS / TEAM) {  // whole warps
     int pair = first + threadIdx.x % 32 / TEAM, token = pair / (HIDDEN / 2), row = pair % (HIDDEN / 2) * 2;
     bool mine = pair < end;
-    int tile = row / 16, block = row / 64, unit = block / DOWN_GROUP * work.row.d;
-    int routed = work.pairs ? work.down_quota.of(unit + work.row.d - 1) - work.down_quota.of(unit) + 1 : 0;
+    int tile = row / 16, block = row / 64, routed = work.count_down(block / DOWN_GROUP);
     int count = mine ? routed + shared_parts<SHARED_DOWN_ITEMS, SHARED_DOWN_QUOTA>(tile) : 0;
     uint32_t added = mine && member == 0 && residual ? load_fresh((const uint32_t *)(residual + 2 * (size_t)pair)) : 0u;
     float low = 0.f, high = 0.f;

@@ -79,8 +79,8 @@ struct Schedule {
 struct Divisor {
   uint32_t d, m;
   __device__ __forceinline__ Divisor() {}
-  __device__ __forceinline__ explicit Divisor(int by) : d(by), m(by > 1 ? 0xFFFFFFFFu / (uint32_t)by + 1 : 0) {}
-  __device__ __forceinline__ int of(int n) const { return m ? __umulhi(n, m) : n; }
+  __device__ constexpr explicit Divisor(int by) : d(by), m(by > 1 ? 0xFFFFFFFFu / (uint32_t)by + 1 : 0) {}
+  __device__ constexpr int of(int n) const { return m ? (int)((uint64_t)(uint32_t)n * m >> 32) : n; }
 };
 
 constexpr int X_STRIDE = HIDDEN + 32;        // elements; 64 bytes of padding put neighbouring tokens into different banks
@@ -100,6 +100,9 @@ struct Activations {                         // what the down projection reads
 struct Split {
   Divisor up, down, row;                     // steps per CTA in gate_up and down; down steps of a unit
   int parts;                                 // most parts of a unit in gate_up
+  __device__ __forceinline__ Split() {}
+  __device__ constexpr explicit Split(int unique)
+      : up(up_quota(unique)), down(down_quota(unique)), row(larger(unique * BLOCKS, 1)), parts(up_parts(unique)) {}
 };
 struct Shared {
   union {
