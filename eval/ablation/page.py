@@ -134,8 +134,8 @@ def _said(server: dict[str, Any]) -> str:
     if "moe decode" not in choices:
         shown += sorted(name for name in choices if name.startswith("moe "))
     said = [f"{name} = {choices[name]}" for name in shown]
-    linear = [choice for name, choice in choices.items() if name.startswith("linear ")]
-    said += [f"linear = {choice} ({linear.count(choice)} shapes)" for choice in sorted(set(linear))]
+    linear = [choice for name, choice in choices.items() if name.startswith("linear ") and " x " in name]
+    said += [f"linear = {choice} ({linear.count(choice)} of {len(linear)})" for choice in sorted(set(linear))]
     proofs = ", ".join(server["proofs"]) or "none"
     return f"{version}, {', '.join(said)}; proofs: {proofs}"
 

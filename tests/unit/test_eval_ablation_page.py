@@ -38,7 +38,7 @@ def test_the_page_says_what_is_random_set_and_proven() -> None:
     assert "mtp: accept length 2.68 is set" in text and "stock: accept length" not in text
     assert "stock: vLLM 0.33.0, the plugin is off" in text
     assert (
-        "mtp: vLLM 0.33.0, lm_head = fp8_online, moe decode = ling, target decode = fused, linear = ling (1 shapes); "
+        "mtp: vLLM 0.33.0, lm_head = fp8_online, moe decode = ling, target decode = fused, linear = ling (1 of 1); "
         "proofs: draft_head, target_decode" in text
     )
 
