@@ -188,7 +188,7 @@ def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> De
     found = replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
     with watched() as watch:
         token_times(llm, decoded.context, side.tokens)
-    with contextlib.suppress(ValueError):  # an engine that launches no graphs, or too few
+    with contextlib.suppress(ValueError):  # no or too few graphs, or waits that cannot be watched
         found = replace(found, host=watch.host(graph))
     return found
 
