@@ -10,7 +10,6 @@ context nor a profiler that fails can cost a figure.
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from vllm_ling.bench.host import watched
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
 from vllm_ling.bench.trace import Steps, steps_of
+from vllm_ling.eval.provenance import clocks
 from vllm_ling.eval.studies.seeded_engine import Requests
 
 _LOOK = 24  # steps of a look: enough for a mean, few enough for a small trace
@@ -162,18 +162,6 @@ def traced(llm: Any, context: int, tokens: int) -> Steps:
         return steps_of(json.loads(path.read_text())["traceEvents"])
 
 
-def clocks() -> str:
-    """SM and memory clock, power and temperature of the first GPU; empty without nvidia-smi."""
-    query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout.splitlines() or [""])[0].strip()
-
-
 def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float]:
     """Median, lowest and highest of the repeats in milliseconds; the first call is thrown away."""
     times = [1e3 * once() for _ in range(repeats + 1)][1:]
@@ -200,7 +188,7 @@ def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> De
     found = replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
     with watched() as watch:
         token_times(llm, decoded.context, side.tokens)
-    with contextlib.suppress(ValueError):  # an engine that launches no graphs, or too few
+    with contextlib.suppress(ValueError):  # no or too few graphs, or waits that cannot be watched
         found = replace(found, host=watch.host(graph))
     return found
 
