@@ -2,7 +2,7 @@
 // Sizes and buffers of the MoE block kernel. decode_moe.py computes the two buffer sizes too; static_asserts compare them.
 //
 // Compile-time: HIDDEN, INTER, SHARED_INTER, EXPERTS, TOP_K, GROUPS, TOP_GROUPS, TOKENS (1, 2, 4 or 8), GATE_TYPE (float or
-// bf16_t), USE_PDL; GRID (one CTA per SM), WARPS, STAGES, ACT_PIECES; SCRATCH_BYTES, SHARED_BYTES.
+// bf16_t), USE_PDL; GRID (one CTA per SM), FINISHERS, WARPS, STAGES, ACT_PIECES; SCRATCH_BYTES, SHARED_BYTES.
 #pragma once
 #include "tagged.cuh"
 
