@@ -176,7 +176,7 @@ def _sizes(shape: MoEShape, tokens: int, gpu: Gpu, p: MoEPlan, roomy: bool) -> M
 
 def finishers(p: MoEPlan) -> int:
     """CTAs that add up the output; the rest of the GPU is then free for the next launch."""
-    return -(-p.ctas // 4)
+    return -(-p.ctas // 2)
 
 
 def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
