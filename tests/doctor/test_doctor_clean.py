@@ -9,6 +9,7 @@ import pytest
 
 from tests.doctor.clean import CLEAN
 from tests.doctor.evidence import FOLDER
+from tests.doctor.widened import widen
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
@@ -20,8 +21,14 @@ from vllm_ling.doctor.finding import Finding, exit_code
 from vllm_ling.doctor.registry import run_checks
 
 
-def captured(name: str, source: str, folder: Path) -> Facts:
-    """Facts of a captured CPU server, from its log or its two pages of metrics."""
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that the captured servers of two ranks served."""
+    return widen(tmp_path_factory.mktemp("wide") / "model")
+
+
+def captured(name: str, source: str, folder: Path, model: Path | None = None) -> Facts:
+    """Facts of a captured CPU server, from its log or its two pages of metrics; `model` is tiny-ling by default."""
     facts = Facts()
     facts.put("gpu.names", [], "test")
     if source == "log":
@@ -33,7 +40,7 @@ def captured(name: str, source: str, folder: Path) -> Facts:
         put_samples(facts, parse_samples(before), parse_samples(after), "captured")
     facts.put("installed.vllm", "0.32.0", "test")
     read_environment(facts, {"HOME": str(folder)})
-    read_checkpoint(facts, str(tiny_ling_path()))
+    read_checkpoint(facts, str(model or tiny_ling_path()))
     return facts
 
 
@@ -54,6 +61,17 @@ def test_a_sound_configuration_has_no_findings(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["mtp", "plain"])
 def test_a_captured_sound_server_has_no_findings(name: str, source: str, tmp_path: Path) -> None:
     assert complaints(captured(name, source, tmp_path)) == []
+
+
+@pytest.mark.clean
+@pytest.mark.parametrize("source", ["log", "live"])
+@pytest.mark.parametrize("name", ["ranks-mtp", "ranks-plain"])
+def test_captured_servers_of_two_ranks_have_no_findings(
+    name: str, source: str, tmp_path: Path, wide: Path
+) -> None:
+    facts = captured(name, source, tmp_path, wide)
+    assert complaints(facts) == []
+    assert facts["serve.tensor_parallel_size"] == 2 and len(facts["record.ranks"]) == 2
 
 
 @pytest.mark.fault
