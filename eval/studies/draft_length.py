@@ -24,7 +24,7 @@ from vllm_ling.reference.load import from_checkpoint
 from vllm_ling.reference.model import LingReference
 from vllm_ling.roofline.bytes import ByteModel
 from vllm_ling.roofline.models import model_shape
-from vllm_ling.spec_decode.gate import Costs, DraftGate
+from vllm_ling.spec_decode.gate import Costs, DraftGate, Outcome
 from vllm_ling.tiny.evaluate import load_heldout
 from vllm_ling.tiny.tokenizer import render_chat
 
@@ -69,17 +69,13 @@ def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
             left = len(text.tokens) - 1 - last
             if gate is None:
                 made = kept = int(policy[1:])
-                probabilities = text.probs[last][:made]
             else:
-                chances: list[float] = []
-                while gate.draft_more(chances):
-                    chances.append(gate.chance(text.probs[last][len(chances)]))
-                made, kept = len(chances), gate.verify(chances)
-                probabilities = text.probs[last][:made]
+                made = gate.steps()
+                kept = gate.verify(text.probs[last][:made])
             accepted = min(text.matches(last), kept)
             emitted = min(accepted + 1, left)
             if gate is not None:
-                gate.observe(probabilities, kept, accepted)
+                gate.observe([Outcome(text.probs[last][:made], kept, accepted)])
             cost += costs.draft * made + costs.verify[kept + 1]
             rounds, tokens, last = rounds + 1, tokens + emitted, last + emitted
             drafted, verified = drafted + made, verified + kept
