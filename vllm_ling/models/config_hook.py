@@ -25,6 +25,7 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
         from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
+        from vllm_ling.spec_decode.gate_setup import set_up
         from vllm_ling.spec_decode.refusals import DraftFacts, refuse
         from vllm_ling.status import share
 
@@ -49,6 +50,7 @@ class LingConfigHook(VerifyAndUpdateConfig):
         if options.draft_vocab is not None:
             known = tokenizer_hash(resolve_model(target.model))
             load_draft_vocab(options.draft_vocab, target.hf_config.vocab_size, known)
+        set_up(vllm_config, cpu=current_platform.is_cpu())
         if current_platform.is_cpu():
             from vllm_ling.cpu.install import install_cpu_layers
             from vllm_ling.cpu.settings import apply_cpu_settings
