@@ -9,6 +9,7 @@ How many tokens to draft is decided before a round, by what each position was wo
 is decided after drafting, by their own chances. Pure logic: no tensors, no vLLM.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -94,13 +95,12 @@ class DraftGate:
     Args:
         costs: of verification and drafting; for one request `costs.longest` is never exceeded.
         most: the user's number of draft tokens.
-        fewest: draft tokens that are always verified, 0 or 1.
     """
 
-    def __init__(self, costs: Costs, most: int, fewest: int = 0) -> None:
+    def __init__(self, costs: Costs, most: int) -> None:
         if not 1 <= most <= costs.longest:
             raise ValueError(f"most is {most}, expected 1 to {costs.longest}")
-        self._costs, self._most, self._fewest = costs, most, fewest
+        self._costs, self._most = costs, most
         self._calibration = Calibration()
         # Of a round, whatever it verifies; learned from times, 0 where costs are bytes.
         self._fixed = 0.0
@@ -114,13 +114,14 @@ class DraftGate:
         """The part of a round's cost that does not depend on its tokens, in the unit of the costs."""
         self._fixed = fixed
 
-    def steps(self, allowed: Collection[int] | None = None) -> int:
+    def steps(self, allowed: Collection[int] | None = None, least: int = 1) -> int:
         """How many tokens to draft in the next round, 1 to `most`.
 
         Args:
             allowed: numbers that can be drafted, None for all; the next larger one is taken.
+            least: fewer cannot be verified.
         """
-        wanted = 1
+        wanted = min(max(1, least), self._most)
         while wanted < self._most and self._worth[wanted] > self._costs.draft:
             wanted += 1
         if allowed is None:
@@ -148,22 +149,23 @@ class DraftGate:
                 None lets every request have its own.
         """
         chances = [self.chances(request) for request in batch]
-        chosen = self._ragged(chances) if allowed is None else self._equal(chances, allowed)
+        chosen = self._ragged(chances) if allowed is None or not chances else self._equal(chances, allowed)
         if any(chosen) or not any(chances):
             self._idle = 0
             return chosen
         self._idle += 1
-        least = 1 if self._fewest or self._idle > _TRY else 0
-        if allowed is not None:
-            least = min((number for number in allowed if number >= least), default=0)
-        if least:
+        if self._idle > _TRY:
             self._idle = 0
-        return [min(least, len(request)) for request in chances]
+            shortest = min((number for number in allowed or [1] if number), default=0)
+            return [min(shortest, len(request)) for request in chances]
+        return chosen
 
     def _ragged(self, chances: list[list[float]]) -> list[int]:
         # Chances only fall along a request, so the best of all tokens are a beginning of each request.
         ranked = sorted(
-            (-chance, request, index) for request, row in enumerate(chances) for index, chance in enumerate(row)
+            (-chance, request, index)
+            for request, row in enumerate(chances)
+            for index, chance in enumerate(row)
         )
         best, best_at, worth = 0.0, 0, 0.0
         base = self._costs.step(len(chances))
@@ -175,15 +177,15 @@ class DraftGate:
         chosen = [0] * len(chances)
         for _, request, _ in ranked[:best_at]:
             chosen[request] += 1
-        return [max(count, min(self._fewest, len(row))) for count, row in zip(chosen, chances, strict=True)]
+        return chosen
 
     def _equal(self, chances: list[list[float]], allowed: Collection[int]) -> list[int]:
-        requests, best, best_at = len(chances), 0.0, 0
+        requests, longest = len(chances), min(map(len, chances))
+        best, best_at = -math.inf, longest
         base = self._costs.step(requests)
-        longest = min(map(len, chances), default=0)
         for length in sorted(allowed):
-            if not self._fewest <= length <= longest:
-                continue
+            if length > longest:
+                break
             worth = self._per_token * sum(sum(row[:length]) for row in chances)
             gain = worth - (self._costs.step(requests * (length + 1)) - base)
             if gain > best:

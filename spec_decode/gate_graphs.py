@@ -9,7 +9,7 @@ reads the table it is given one with all of them (see `compat.WORKAROUNDS`).
 
 import importlib
 from collections.abc import Callable, Collection
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 _READERS = (
@@ -44,7 +44,7 @@ def covered_lengths(managers: list[Any], most: int) -> Callable[[int], Collectio
     None where no length has one: such a batch runs without a graph whatever its lengths.
     """
 
-    @lru_cache(maxsize=None)
+    @cache
     def lengths(requests: int) -> Collection[int] | None:
         found = [
             length
@@ -59,10 +59,12 @@ def covered_lengths(managers: list[Any], most: int) -> Callable[[int], Collectio
 def covered_steps(manager: Any, most: int) -> Callable[[int], Collection[int] | None]:
     """Draft steps 1 to `most` of a number of requests whose later steps have a FULL graph; None where none has one."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def steps(requests: int) -> Collection[int] | None:
         one = manager.dispatch(requests, requests, 1, 0)
-        found = [number for number in range(2, most + 1) if _full(manager.specialize_spec_tokens(one, number))]
+        found = [
+            number for number in range(2, most + 1) if _full(manager.specialize_spec_tokens(one, number))
+        ]
         return [1, *found] if found else None
 
     return steps

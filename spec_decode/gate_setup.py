@@ -59,7 +59,8 @@ def refuse(facts: GateFacts) -> None:
     """
     against = {
         "nothing drafts; add --speculative-config with method mtp": facts.method != "mtp",
-        f"{facts.ranks} ranks would each have to come to the same lengths, which is not supported": facts.ranks > 1,
+        f"{facts.ranks} ranks would each have to come to the same lengths, which is not supported": facts.ranks
+        > 1,
         "--async-scheduling fixes the number of verified tokens before they are drafted; leave it out": bool(
             facts.asynchronous
         ),
@@ -101,7 +102,8 @@ def set_up(vllm_config: Any, cpu: bool) -> None:
         graphs=not cpu and _graphs(vllm_config),
         sampling=getattr(draft, "draft_sample_method", "greedy"),
         local_argmax=getattr(draft, "use_local_argmax_reduction", False),
-        own_schedule=getattr(draft, "num_speculative_tokens_per_batch_size", None) not in (None, _schedule(vllm_config)),
+        own_schedule=getattr(draft, "num_speculative_tokens_per_batch_size", None)
+        not in (None, _schedule(vllm_config)),
     )
     refuse(facts)
     scheduler.async_scheduling = False
@@ -128,31 +130,34 @@ def build(vllm_config: Any, runner: Any) -> ServedGate | None:
     drafter = getattr(runner, "speculator", None) or runner.drafter
     confidence = getattr(drafter.model, "confidence", None)
     if confidence is None:
-        return _off(f"{type(drafter.model).__name__} does not tell how sure it is")
+        _off(f"{type(drafter.model).__name__} does not tell how sure it is")
+        return None
     try:
         costs = _costs(vllm_config, most)
     except LingError as error:
-        return _off(f"the byte model does not know this checkpoint: {error}")
+        _off(f"the byte model does not know this checkpoint: {error}")
+        return None
     v2 = bool(vllm_config.use_v2_model_runner)
     limits: dict[str, Any] = {}
     covered = "any length, as no CUDA graph is in use"
     if v2 and runner.cudagraph_manager is not None and runner.cudagraph_manager.graphs:
-        limits["lengths"] = covered_lengths([runner.cudagraph_manager, drafter.prefill_cudagraph_manager], most)
+        limits["lengths"] = covered_lengths(
+            [runner.cudagraph_manager, drafter.prefill_cudagraph_manager], most
+        )
         limits["steps"] = covered_steps(drafter.decode_cudagraph_manager, most)
         lengths = limits["lengths"](1)
         if lengths is None or set(lengths) <= {most}:
-            return _off(f"CUDA graphs of one request cover {lengths} draft tokens, and no shorter verification")
+            _off(f"CUDA graphs of one request cover {lengths} draft tokens, and no shorter verification")
+            return None
         covered = f"CUDA graphs for {', '.join(map(str, lengths))} draft tokens; one length for all requests of a batch"
-    # The V1 runner reads a recurrent state in the wrong place where no request of a batch has a draft token.
-    fewest = 0 if v2 else 1
     choose(
         "draft_gate",
         option,
-        f"verifies {fewest} to {most} draft tokens, {covered}; no asynchronous scheduling; "
+        f"verifies 0 to {most} draft tokens, {covered}; no asynchronous scheduling; "
         f"a second token costs {costs.verify[2] / costs.verify[1] - 1:.0%} of the first in bytes",
     )
     times = RoundTimes() if option == "times" else None
-    gate = DraftGate(costs, most, fewest)
+    gate = DraftGate(costs, most)
     return ServedGate(gate, costs, confidence.read, times=times, **limits)
 
 
@@ -165,5 +170,6 @@ def _costs(vllm_config: Any, most: int) -> Costs:
 
 
 def _off(reason: str) -> None:
+    """Says that the gate does not run."""
     warning(f"ling.draft_gate cannot be honoured ({reason}); every draft token is verified")
     choose("draft_gate", "off", reason)

@@ -71,7 +71,8 @@ class ServedGate:
         decodes_only = len(self._round) == len(scheduled) > 0
         if not decodes_only:
             self._round = {}
-        steps = self._gate.steps(self._steps(len(scheduled)))
+        least = min(self._lengths(len(scheduled)) or (1,))
+        steps = self._gate.steps(self._steps(len(scheduled)), least)
         self._measure(decodes_only, sum(scheduled.values()), steps)
         return steps
 
@@ -84,9 +85,7 @@ class ServedGate:
             began, cost = self._before
             self._times.add(cost, now - began)
             self._gate.set_fixed(self._times.fixed())
-        self._before = (
-            (now, self._costs.step(tokens) + steps * self._costs.draft) if decodes_only else None
-        )
+        self._before = (now, self._costs.step(tokens) + steps * self._costs.draft) if decodes_only else None
 
     def end(self, emitted: Mapping[str, Sequence[int]]) -> None:
         """The step's tokens of each request: its accepted drafts and one more; none where nothing is sampled yet."""

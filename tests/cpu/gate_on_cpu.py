@@ -7,8 +7,10 @@ Run as `python gate_on_cpu.py ASKED ANSWERED`: ASKED is a JSON list of `Case`s, 
 import dataclasses
 import gc
 import json
+import random
 import sys
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,14 @@ from vllm_ling.metrics.stat_logger import LingStatLogger
 from vllm_ling.roofline.bytes import ByteModel
 from vllm_ling.roofline.models import model_shape
 from vllm_ling.spec_decode import gate_setup
-from vllm_ling.spec_decode.gate import Costs
+from vllm_ling.spec_decode.gate import Costs, DraftGate
 from vllm_ling.status import STATUS
 
 
 @dataclass
 class Case:
-    """One engine."""
+    """One engine; `gate` is the option. `lengths_by_lot`: drafted and verified are any numbers, none included.
+    `abort`: requests that are dropped in the middle of their answers come first."""
 
     name: str
     prompts: list[list[int]]
@@ -39,13 +42,14 @@ class Case:
     tokens: int = 40
     temperature: float = 0.0
     abort: bool = False
+    lengths_by_lot: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Answer:
     """`lengths`: how often so many draft tokens were verified; `counted`, `accepted`: vLLM's counters of draft tokens;
-    `alarms`: of the guard; `preempted`: requests that were."""
+    `plain`: decode steps of requests without a draft token; `alarms`: of the guard; `preempted`: requests that were."""
 
     name: str
     tokens: list[list[int]]
@@ -53,6 +57,7 @@ class Answer:
     counted: int
     accepted: int
     lengths: dict[int, int]
+    plain: int
     together: int
     alarms: list[str]
     preempted: int
@@ -66,6 +71,20 @@ def flash_costs(vllm_config: Any, most: int) -> Costs:
     return Costs([0.0, *(model.step_bytes(n) for n in range(1, tokens + 1))], model.draft_bytes())
 
 
+class Lots(DraftGate):
+    """A gate that draws lots: every length must give the same answers, whatever came before it."""
+
+    _lots = random.Random(0)
+
+    def steps(self, allowed: Collection[int] | None = None, least: int = 1) -> int:
+        """Any number."""
+        return self._lots.randint(1, self._most)
+
+    def allot(self, batch: Sequence[Sequence[float]], allowed: Collection[int] | None = None) -> list[int]:
+        """Any numbers."""
+        return [self._lots.randint(0, len(request)) for request in batch]
+
+
 class Watch:
     """What the scheduler really asked the model to verify."""
 
@@ -73,6 +92,7 @@ class Watch:
         self.lengths: Counter[int] = Counter()
         # Steps whose requests had different lengths.
         self.together = 0
+        self.plain = 0
         watch, stock = self, Scheduler.schedule
 
         def schedule(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +102,11 @@ class Watch:
                 assert output.num_scheduled_tokens[request] >= len(drafts) + 1
             watch.lengths.update(found)
             watch.together += len(set(found)) > 1
+            watch.plain += sum(
+                scheduler.requests[request].num_output_tokens > 0
+                and request not in output.scheduled_spec_decode_tokens
+                for request in output.num_scheduled_tokens
+            )
             return output
 
         Scheduler.schedule = schedule
@@ -99,7 +124,8 @@ def ask(case: Case, watch: Watch) -> Answer:
     """Starts an engine and asks it."""
     STATUS.choices.clear()
     watch.lengths.clear()
-    watch.together = 0
+    watch.together = watch.plain = 0
+    gate_setup.DraftGate = Lots if case.lengths_by_lot else DraftGate  # type: ignore[misc]
     engine: dict[str, Any] = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -152,6 +178,7 @@ def ask(case: Case, watch: Watch) -> Answer:
         counted=int(counters.get("vllm:spec_decode_num_draft_tokens", 0)),
         accepted=int(counters.get("vllm:spec_decode_num_accepted_tokens", 0)),
         lengths=dict(watch.lengths),
+        plain=watch.plain,
         together=watch.together,
         alarms=alarms,
         preempted=int(counters.get("vllm:num_preemptions", 0)),

@@ -82,12 +82,6 @@ def test_a_hopeless_draft_is_still_verified_now_and_then() -> None:
     assert {verified for _, verified in done} == {0, 1} and {drafted for drafted, _ in done} == {1}
 
 
-def test_at_least_the_fewest_are_verified() -> None:
-    done = rounds(DraftGate(COSTS, MOST, fewest=1), 500, 0.0)[100:]
-    assert {verified for _, verified in done} == {1}
-    assert DraftGate(COSTS, MOST, fewest=1).allot([[0.0, 0.0], []]) == [1, 0], "none were drafted, none are asked for"
-
-
 def test_never_longer_than_the_user_allows() -> None:
     gate = DraftGate(COSTS, 2)
     assert {drafted for drafted, _ in rounds(gate, 200, 1.0)} == {2}
@@ -118,6 +112,7 @@ def test_only_allowed_numbers_are_drafted() -> None:
     assert gate.steps([1, 2]) == MOST, "none of them is long enough: all the user allows"
     rounds(gate, 300, 0.0)
     assert gate.steps() == 1 and gate.steps([3, 4]) == 3 and gate.steps([]) == MOST
+    assert gate.steps(least=2) == 2
 
 
 def test_requests_of_a_batch_have_lengths_of_their_own() -> None:
@@ -135,6 +130,7 @@ def test_where_graphs_want_equal_lengths_the_batch_gets_one() -> None:
     (none,) = set(gate.allot([unsure, unsure], range(MOST + 1)))
     assert both == 4 and none == 0 and mixed in range(MOST + 1)
     assert set(gate.allot([sure, sure], {0, 2})) == {2}
+    assert set(gate.allot([unsure, unsure], {2, 4})) == {2}, "none is no choice: it would have no graph"
     assert set(gate.allot([sure, sure[:3]], range(MOST + 1))) == {3}, "no longer than the shortest"
 
 

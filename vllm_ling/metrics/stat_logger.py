@@ -11,7 +11,6 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_ling.compat import ARCHITECTURE
-from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.guard import DraftGuard
 from vllm_ling.status import alarm, info, shared_folder, warning
 
