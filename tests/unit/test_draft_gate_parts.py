@@ -2,13 +2,14 @@
 """The parts between the draft gate and a server: what the draft tells, what rounds took, who waits for what."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
 
 from vllm_ling.spec_decode.confidence import DraftConfidence
-from vllm_ling.spec_decode.gate import Costs, DraftGate
+from vllm_ling.spec_decode.gate import Costs, DraftGate, Outcome
+from vllm_ling.spec_decode.guard import DraftGuard
 from vllm_ling.spec_decode.round_times import RoundTimes
 from vllm_ling.spec_decode.served_gate import ServedGate
 
@@ -176,3 +177,42 @@ def test_rounds_are_timed_from_start_to_start() -> None:
     assert added == [(COSTS.step(4) + K * COSTS.draft, 2.0)] * 2, (
         "the prompt's step is none, nor is the last yet"
     )
+
+
+def guarded(rounds: int, chance: Callable[[random.Random], float], honest: bool) -> list[tuple[int, str]]:
+    """Alarms of the guard, by round, over what a gate verified; each token is right with `chance`."""
+    chooser, alarms = random.Random(0), []
+    gate, guard = DraftGate(COSTS, K), DraftGuard(K, break_even=1.6)
+    for number in range(rounds):
+        steps = gate.steps()
+        chances = [chance(chooser) for _ in range(steps)]
+        probabilities = chances if honest else [chooser.random() for _ in range(steps)]
+        verified = gate.verify(probabilities)
+        accepted = next((n for n in range(verified) if chooser.random() >= chances[n]), verified)
+        gate.observe([Outcome(probabilities, verified, accepted)])
+        if verified:  # as vLLM counts
+            events = guard.observe(
+                1, [int(n < accepted) for n in range(K)], [int(n < verified) for n in range(K)]
+            )
+            alarms += [(number, event.alarm) for event in events if event.raised]
+    return alarms
+
+
+@pytest.mark.parametrize(
+    "chance",
+    [
+        lambda chooser: chooser.choice([0.1, 0.9]),
+        lambda chooser: 0.3 * chooser.random(),
+        lambda chooser: 0.98,
+        lambda chooser: 0.55,
+    ],
+    ids=["unsure of half", "hard", "easy", "even"],
+)
+def test_gating_raises_no_alarm(chance: Callable[[random.Random], float]) -> None:
+    assert guarded(20_000, chance, honest=True) == []
+
+
+def test_a_broken_draft_is_noticed_behind_the_gate() -> None:
+    """Later than without a gate, in rounds: few of its tokens are verified, so it also does less harm."""
+    (first, alarm), *_ = guarded(5_000, lambda chooser: 0.0, honest=False)
+    assert alarm == "draft_chance" and 160 < first < 4_000
