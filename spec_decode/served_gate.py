@@ -68,9 +68,8 @@ class ServedGate:
             # Others are prompts, or verify what was not drafted: vLLM pads some with placeholders.
             if probabilities is not None and tokens == verified + 1 and verified <= len(probabilities):
                 self._round[request] = (probabilities, verified)
+        # Beside a prompt a round teaches the same; only its time is not its own.
         decodes_only = len(self._round) == len(scheduled) > 0
-        if not decodes_only:
-            self._round = {}
         least = min(self._lengths(len(scheduled)) or (1,))
         steps = self._gate.steps(self._steps(len(scheduled)), least)
         self._measure(decodes_only, sum(scheduled.values()), steps)

@@ -40,7 +40,7 @@ class Case:
     gate: str = "off"
     concurrency: int = 1
     tokens: int = 40
-    temperature: float = 0.0
+    sampling: dict[str, Any] = field(default_factory=dict)
     abort: bool = False
     lengths_by_lot: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
@@ -156,7 +156,11 @@ def ask(case: Case, watch: Watch) -> Answer:
     core.get_output = get_output  # type: ignore[method-assign]
     params = [
         SamplingParams(
-            max_tokens=case.tokens, temperature=case.temperature, ignore_eos=True, detokenize=False, seed=n
+            max_tokens=case.tokens,
+            ignore_eos=True,
+            detokenize=False,
+            seed=n,
+            **{"temperature": 0.0, **case.sampling},
         )
         for n in range(len(case.prompts))
     ]

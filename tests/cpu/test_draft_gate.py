@@ -17,10 +17,12 @@ import pytest
 
 from tests.cpu.gate_on_cpu import Answer, Case
 from tests.cpu.test_speculation import prompts
+from tests.cpu.test_speculation_matrix import difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 DRAFTS = (1, 2, 3, 5, 7)
 HOT = 2.0
+SAMPLES = 600
 
 
 def asked() -> list[list[int]]:
@@ -43,7 +45,16 @@ def cases() -> list[Case]:
     found.append(Case("roomy", asked()[8:], 0, concurrency=4, tokens=120))
     hot = [asked()[8]] * 4
     for gate in ("off", "bytes"):
-        found.append(Case(f"hot {gate}", hot * 2, 3, gate, 4, tokens=300, temperature=HOT))
+        found.append(Case(f"hot {gate}", hot * 2, 3, gate, 4, tokens=300, sampling={"temperature": HOT}))
+    # One prompt whose answer the model is unsure of, asked with a seed each.
+    same = [random.Random(2).choices(range(100, 600), k=20)] * SAMPLES
+    kind = {"temperature": HOT, "top_p": 0.98, "top_k": 60}
+    for name, drafts, gate, lots in (
+        ("off", 0, "off", False),
+        ("gated", 3, "bytes", False),
+        ("lots", 3, "bytes", True),
+    ):
+        found.append(Case(f"sampled {name}", same, drafts, gate, 32, 3, kind, lengths_by_lot=lots))
     return found
 
 
@@ -113,6 +124,14 @@ def test_hard_text_is_verified_less(answers: dict[str, Answer]) -> None:
     assert gated.counted / gated.rounds < 0.6 * off.counted / off.rounds
     # What is left out would mostly have been rejected.
     assert gated.accepted / gated.counted > 1.3 * off.accepted / off.counted
+
+
+@pytest.mark.parametrize("name", ["sampled gated", "sampled lots"])
+@pytest.mark.parametrize("position", range(3))
+def test_sampling_keeps_the_distribution(name: str, position: int, answers: dict[str, Answer]) -> None:
+    """Seeds are fixed, so this outcome is; `test_speculation_matrix` shows what the test can tell apart."""
+    assert 0 < answers[name].accepted < answers[name].counted
+    assert difference(answers["sampled off"].tokens, answers[name].tokens, position) > 1e-3
 
 
 def test_requests_of_a_step_have_lengths_of_their_own(answers: dict[str, Answer]) -> None:

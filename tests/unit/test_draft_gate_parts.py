@@ -118,13 +118,16 @@ def test_what_the_scheduler_cut_further_is_what_counts() -> None:
     assert gate.seen == [[(3, 1, 1)]]
 
 
-def test_a_round_beside_a_prompt_teaches_nothing() -> None:
-    server, gate, draft = served()
+def test_a_round_beside_a_prompt_teaches_and_is_not_timed() -> None:
+    times = RoundTimes()
+    times.add = lambda cost, seconds: pytest.fail("timed")  # type: ignore[method-assign]
+    server, gate, draft = served(times=times)
     draft.rows = [[0.99] * K]
     server.trim(["a"], [[1, 2, 3]])
     server.begin({"a": 4, "b": 30}, {"a": [1, 2, 3]}, [])
     server.end({"a": [1, 2, 3, 4], "b": [5]})
-    assert gate.seen == [[]]
+    server.begin({"c": 4}, {}, [])
+    assert gate.seen == [[(3, 3, 3)]]
 
 
 def test_placeholders_of_the_scheduler_teach_nothing() -> None:
