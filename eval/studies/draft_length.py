@@ -28,7 +28,7 @@ from vllm_ling.reference.load import from_checkpoint
 from vllm_ling.reference.model import LingReference
 from vllm_ling.roofline.bytes import ByteModel
 from vllm_ling.roofline.models import model_shape
-from vllm_ling.spec_decode.gate import Costs, DraftGate
+from vllm_ling.spec_decode.gate import Costs, DraftGate, Outcome
 from vllm_ling.tiny.evaluate import load_heldout
 from vllm_ling.tiny.tokenizer import render_chat
 
@@ -102,7 +102,7 @@ def replay(
     )
     if times is None:
         return row
-    timed = walk(policy, texts, times.costs(), whole_rounds=True)
+    timed = walk(policy, texts, times.costs())
     return replace(
         row,
         ms_per_token=timed.cost / timed.tokens,
@@ -111,12 +111,8 @@ def replay(
     )
 
 
-def walk(policy: str, texts: Sequence[Trace], costs: Costs, whole_rounds: bool = False) -> Walk:
-    """Walks the texts round by round.
-
-    Args:
-        whole_rounds: a round costs by what it drafted, so whatever is drafted is verified.
-    """
+def walk(policy: str, texts: Sequence[Trace], costs: Costs) -> Walk:
+    """Walks the texts round by round."""
     rounds = tokens = drafted = verified = 0
     cost = 0.0
     gate = DraftGate(costs, MOST) if policy == "gated" else None  # one for all texts, as a server has
@@ -126,18 +122,13 @@ def walk(policy: str, texts: Sequence[Trace], costs: Costs, whole_rounds: bool =
             left = len(text.tokens) - 1 - last
             if gate is None:
                 made = kept = int(policy[1:])
-                probabilities = text.probs[last][:made]
             else:
-                chances: list[float] = []
-                while gate.draft_more(chances):
-                    chances.append(gate.chance(text.probs[last][len(chances)]))
-                made = len(chances)
-                kept = made if whole_rounds else gate.verify(chances)
-                probabilities = text.probs[last][:made]
+                made = gate.steps()
+                kept = gate.verify(text.probs[last][:made])
             accepted = min(text.matches(last), kept)
             emitted = min(accepted + 1, left)
             if gate is not None:
-                gate.observe(probabilities, kept, accepted)
+                gate.observe([Outcome(text.probs[last][:made], kept, accepted)])
             cost += costs.draft * made + costs.verify[kept + 1]
             rounds, tokens, last = rounds + 1, tokens + emitted, last + emitted
             drafted, verified = drafted + made, verified + kept

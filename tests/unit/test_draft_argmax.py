@@ -19,7 +19,7 @@ def draft(**changes: Any) -> Any:
 
 
 def test_greedy_drafts_on_one_gpu_need_no_logits() -> None:
-    assert choose_draft_argmax(draft(), 1, True)[0]
+    assert choose_draft_argmax(draft(), 1, True, False)[0]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,17 @@ def test_greedy_drafts_on_one_gpu_need_no_logits() -> None:
     ],
 )
 def test_otherwise_the_logits_are_kept(changes: dict[str, Any], ranks: int, cuda: bool, word: str) -> None:
-    wanted, reason = choose_draft_argmax(draft(**changes), ranks, cuda)
+    wanted, reason = choose_draft_argmax(draft(**changes), ranks, cuda, False)
     assert not wanted and word in reason
 
 
+def test_the_gate_needs_probabilities() -> None:
+    wanted, reason = choose_draft_argmax(draft(), 1, True, True)
+    assert not wanted and "draft_gate" in reason
+
+
 def test_what_the_user_asked_for_stays() -> None:
-    assert choose_draft_argmax(draft(use_local_argmax_reduction=True), 2, False) == (
+    assert choose_draft_argmax(draft(use_local_argmax_reduction=True), 2, False, False) == (
         True,
         "use_local_argmax_reduction",
     )

@@ -116,21 +116,27 @@ def test_fixed_lengths_cost_their_round_and_bytes_stay_as_they_are() -> None:
         assert plain.as_data().items() <= row.as_data().items()
 
 
-def test_a_gated_round_costs_what_it_drafted() -> None:
-    """Charged again from the rounds themselves: two walks of the same decisions at costs that tell j apart."""
-    whole = walk("gated", texts(), times(MS).costs(), whole_rounds=True)
-    assert whole.drafted == whole.verified, "dropping a draft would save nothing"
-    # Between 0 and 3 drafts a round costs 3 ms and 1 ms a draft; the gate must not have made the fourth, at 3 ms.
-    assert whole.cost == pytest.approx(3 * whole.rounds + whole.drafted)
+def test_drafting_and_verifying_together_are_the_measured_rounds() -> None:
+    costs = times(MS).costs()
+    assert costs.draft == pytest.approx(1.0), "the smallest step between two rounds"
+    assert [costs.verify[k + 1] + k * costs.draft for k in range(MOST + 1)] == pytest.approx(MS)
+    assert times([3.0, 2.9, 4.0]).costs().draft == 0.0, "noise makes no draft cheaper than nothing"
+
+
+def test_a_gated_round_is_charged_for_drafts_that_it_drops() -> None:
+    found = walk("gated", texts(), times(MS).costs())
+    assert found.verified < found.drafted
+    # 3 ms and 1 ms a draft, and 2 ms more where all four are verified.
+    least = 3 * found.rounds + found.drafted
+    assert least <= found.cost <= least + 2 * found.rounds
 
 
 def test_the_gate_decides_by_the_measured_times() -> None:
-    """Where drafts are free it makes all, where they are dear none, whatever the bytes say."""
+    """Where drafts are free it makes all, where they are dear as few as it can, whatever the bytes say."""
     free = replay("made", "gated", texts(), flash_costs(), times([3.0] * 5))
     dear = replay("made", "gated", texts(), flash_costs(), times([3.0, 9.0, 15.0, 21.0, 27.0]))
-    assert free.ms_drafted == MOST and dear.ms_drafted == 0
-    assert dear.ms_per_token == pytest.approx(3.0) and free.drafted == dear.drafted
-    assert 0 < free.drafted < MOST
+    assert free.ms_drafted == MOST and dear.ms_drafted is not None
+    assert 1 <= dear.ms_drafted < 1.5 and free.drafted == dear.drafted
 
 
 def test_published_times_follow_from_their_rounds() -> None:

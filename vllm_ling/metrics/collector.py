@@ -71,7 +71,7 @@ def config_labels(vllm_config: Any) -> dict[str, str]:
     labels["k"] = str(speculative.num_speculative_tokens) if speculative else "0"
     labels["method"] = str(speculative.method) if speculative else "None"
     options = parse_options(vllm_config.additional_config)
-    for option in ("inject_fault", "on_fault", "lm_head", "moe", "linear", "decode"):
+    for option in ("inject_fault", "on_fault", "lm_head", "moe", "linear", "decode", "draft_gate"):
         labels[option] = str(getattr(options, option))
     return labels
 

@@ -26,6 +26,7 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.quant.head_policy import choose_head
         from vllm_ling.spec_decode.draft_argmax import choose_draft_argmax
         from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
+        from vllm_ling.spec_decode.gate_setup import set_up
         from vllm_ling.spec_decode.refusals import DraftFacts, refuse
         from vllm_ling.status import choose, share
 
@@ -49,12 +50,15 @@ class LingConfigHook(VerifyAndUpdateConfig):
         )
         if draft is not None:
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            argmax, reason = choose_draft_argmax(draft, ranks, current_platform.is_cuda())
+            argmax, reason = choose_draft_argmax(
+                draft, ranks, current_platform.is_cuda(), options.draft_gate != "off"
+            )
             choose("draft tokens", "argmax" if argmax else "logits", reason)
             draft.use_local_argmax_reduction = argmax
         if options.draft_vocab is not None:
             known = tokenizer_hash(resolve_model(target.model))
             load_draft_vocab(options.draft_vocab, target.hf_config.vocab_size, known)
+        set_up(vllm_config, cpu=current_platform.is_cpu())
         if current_platform.is_cpu():
             from vllm_ling.cpu.install import install_cpu_layers
             from vllm_ling.cpu.settings import apply_cpu_settings
