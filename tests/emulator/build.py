@@ -85,12 +85,15 @@ class Emulator:
         return EmulatedKernel(self, source, defines, name, shared_bytes)
 
     @contextmanager
-    def early_starts(self, *late: torch.Tensor) -> Iterator[None]:
-        """Within, a launch begins before the one before it has written anything, as far as both allow that.
+    def starts(self, early: bool, *late: torch.Tensor) -> Iterator[None]:
+        """Within, if `early`, a launch begins before the one before it has written anything, as far as both allow.
 
         `late` are what the launch before the first one writes: NaN until the first one waits for it. Outputs are
-        there at the end of the context.
+        there at the end of the context. If not `early`, no thread has to wait for a producer, as when it is long over.
         """
+        if not early:
+            yield
+            return
         self._early = _EarlyStarts(late)
         try:
             yield
@@ -141,10 +144,10 @@ class Emulator:
         return self._built[key]
 
     def launch(self, launch: "_Running", pdl: bool) -> None:
-        """Runs to the end, or as far as `early_starts` allows."""
+        """Runs to the end, or as far as `starts` allows."""
         try:
             if self._early is None:
-                launch.run(*((_PRODUCER_NEEDED, _END) if pdl else (_END,)))
+                launch.run(_END)
             else:
                 self._early.follow(launch, pdl)
         finally:

@@ -9,7 +9,6 @@ import torch
 from tests.emulator.build import COMPILER, Emulator, emulated
 from vllm_ling.decode import mla_attention, mla_prepare
 from vllm_ling.quant import kernel_family
-from vllm_ling.quant.jit import Gpu
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +26,3 @@ def in_place_of_a_gpu(emulator: Emulator) -> Iterator[None]:
     emulator.seed = 0
     with emulated(emulator, kernel_family, mla_attention, mla_prepare):
         yield
-
-
-@pytest.fixture(scope="session")
-def gpu() -> Gpu:
-    """A small one."""
-    return Gpu("sm_90a", 6, 227 * 1024)
