@@ -10,9 +10,9 @@ import dataclasses
 import pytest
 import torch
 
-from vllm_ling.decode.mla_attention import LatentWeights, MlaAttention, MlaBatch
-from vllm_ling.decode.mla_prepare import MlaShape, MlaWeights
-from vllm_ling.decode.reference import mla_attention_reference, mla_prepare_reference
+from tests.gpu.mla_case import Case, rms
+from vllm_ling.decode.mla_attention import MlaAttention
+from vllm_ling.decode.mla_prepare import MlaShape
 from vllm_ling.quant.jit import Gpu, default_cache, gpu_of
 
 pytestmark = pytest.mark.gpu
@@ -29,16 +29,6 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
-def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(size, device="cuda", dtype=torch.float32) * scale
-
-
-def rms(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(
-        (ours.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()
-    )
-
-
 def kernel_of(shape: MlaShape, contiguous: bool, pdl: bool = True, shared: int = 0) -> MlaAttention:
     """`shared`: plans as for a GPU with that many bytes of shared memory."""
     key = shape, contiguous, pdl, shared
@@ -48,84 +38,6 @@ def kernel_of(shape: MlaShape, contiguous: bool, pdl: bool = True, shared: int =
         gpu = dataclasses.replace(gpu, shared_bytes=shared) if shared else gpu
         KERNELS[key] = MlaAttention(shape, contiguous, gpu, device, default_cache(), pdl)
     return KERNELS[key]
-
-
-@dataclasses.dataclass
-class Case:
-    """A layer and a batch of sequences, by (keys, tokens of this step)."""
-
-    shape: MlaShape
-    contiguous: bool
-    sequences: list[tuple[int, int]]
-    padding: int = 0
-    block_size: int = 48
-
-    def __post_init__(self) -> None:
-        s, tokens = self.shape, sum(count for _, count in self.sequences) + self.padding
-        self.tokens = tokens
-        self.weights = MlaWeights(
-            latent_norm=(1 + normal(s.latent, scale=0.1)).bfloat16(),
-            gate=normal(s.heads, s.hidden, scale=0.05).bfloat16(),
-            cos_sin=normal(4096, 64).clamp(-1, 1).bfloat16(),
-            eps=1e-6,
-        )
-        self.projected = normal(tokens, sum(s.projected)).bfloat16()
-        self.normed = normal(tokens, s.hidden).bfloat16()
-        self.positions = torch.randint(0, 4096, (tokens,), device="cuda")
-        # Both projections as vLLM cuts them out of one matrix.
-        if self.contiguous:
-            joined = normal(s.heads, s.nope + 128, s.latent, scale=s.latent**-0.5).bfloat16()
-            key, value = joined.split([s.nope, 128], 1)
-            self.latent = LatentWeights(key, value.transpose(1, 2))
-        else:
-            joined = normal(s.latent, s.heads, s.nope + 128, scale=s.latent**-0.5).bfloat16()
-            key, value = joined.split([s.nope, 128], 2)
-            self.latent = LatentWeights(key.permute(1, 2, 0), value.transpose(0, 1))
-        self.scale = (s.nope + s.rope) ** -0.5
-        size, most = self.block_size, max(-(-length // self.block_size) for length, _ in self.sequences)
-        blocks = torch.randperm(most * len(self.sequences), device="cuda").int() + 1
-        table = blocks.view(len(self.sequences), most)
-        # Blocks lie further apart than they are long, and what no sequence reads is NaN.
-        cache = torch.full((1 + len(blocks), size + 3, s.latent + 64), torch.nan, device="cuda").bfloat16()[
-            :, :size
-        ]
-        starts, slots = [0], []
-        for row, (length, count) in zip(table, self.sequences, strict=True):
-            for key_number in range(length - count):
-                cache[row[key_number // size], key_number % size] = normal(s.latent + 64).bfloat16()
-            slots += [int(row[n // size]) * size + n % size for n in range(length - count, length)]
-            starts.append(starts[-1] + count)
-        integers = {"dtype": torch.int32, "device": "cuda"}
-        self.batch = MlaBatch(
-            cache,
-            torch.tensor(slots + [-1] * self.padding, dtype=torch.int64, device="cuda"),
-            table,
-            torch.tensor(starts, **integers),  # type: ignore[arg-type]
-            torch.tensor([length for length, _ in self.sequences], **integers),  # type: ignore[arg-type]
-        )
-
-    def copy(self) -> MlaBatch:
-        kept = torch.empty_strided(
-            self.batch.cache.shape, self.batch.cache.stride(), dtype=torch.bfloat16, device="cuda"
-        )
-        return dataclasses.replace(self.batch, cache=kept.copy_(self.batch.cache))
-
-    def exact(self, batch: MlaBatch, **changes: torch.Tensor) -> torch.Tensor:
-        given = {"projected": self.projected, "normed": self.normed, "positions": self.positions, **changes}
-        made = mla_prepare_reference(self.shape, w=self.weights, **given)
-        return mla_attention_reference(made, self.latent, batch, self.scale)
-
-    def run(self, kernel: MlaAttention, batch: MlaBatch, gate: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(
-            *(self.projected, self.normed, self.positions, self.weights, self.latent, batch, self.scale),
-            *(gate, out),
-        )
-
-    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            torch.full((self.tokens, self.shape.heads), torch.nan, device="cuda", dtype=torch.float32),
-            torch.full((self.tokens, self.shape.heads * 128), torch.nan, device="cuda").bfloat16(),
-        )
 
 
 BATCHES = {
@@ -173,8 +85,7 @@ def test_attention(name: str, shape: MlaShape, contiguous: bool, device: torch.d
         assert rms(out[:real], case.exact(fewer)[:real]) > 1e-3, "a key less"
     for change in ("key", "value"):
         wrong_weights = dataclasses.replace(case.latent, **{change: getattr(case.latent, change).flip(0)})
-        made = mla_prepare_reference(shape, case.projected, case.normed, case.positions, case.weights)
-        wrong = mla_attention_reference(made, wrong_weights, case.copy(), case.scale)
+        wrong = case.exact(case.copy(), wrong_weights)
         assert int(lengths.max()) == 1 or rms(out[:real], wrong[:real]) > RMS, change
 
 
