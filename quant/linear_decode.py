@@ -99,7 +99,8 @@ class LingFp8LinearMethod(Fp8LinearMethod):
     def few_or_many(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         """The dispatch by the number of tokens, out of torch.compile's sight."""
         flat = x.reshape(-1, x.shape[-1])
-        if self._gemv is None or flat.shape[0] > MAX_TOKENS or flat.shape[0] == 0:
+        # A small card may have no room for as many rows of a wide input.
+        if self._gemv is None or not 0 < flat.shape[0] <= min(MAX_TOKENS, self._gemv.max_tokens):
             return super().apply(layer, x, None)
         out = torch.empty(flat.shape[0], layer.weight.shape[0], dtype=x.dtype, device=x.device)
         return self._gemv(flat.contiguous(), layer.weight, layer.ling_scales, out).view(*x.shape[:-1], -1)
