@@ -29,7 +29,11 @@ _ROUNDING = 2.0**-9
 
 
 class NotChecked(Exception):
-    """Why the comparison could not be made here; it says nothing about the path."""
+    """Why the comparison could not be made here; it says nothing about the path. Found out before anything is run."""
+
+
+class Inconclusive(NotChecked):
+    """The comparison was run and showed nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def disagreements(
 
     Raises:
         NotChecked: the caches are too small.
+        Inconclusive: a half adds nothing.
     """
     tokens = stream.shape[0]
     found: dict[str, float] = {}
@@ -198,12 +203,12 @@ def away(ours: Tensor, right: Tensor, before: Tensor, what: str, rounding: float
     """RMS of `ours - right` as a share of what was added to `before`, less `rounding` as a share of `right`.
 
     Raises:
-        NotChecked: neither added anything, so there is nothing to compare.
+        Inconclusive: neither added anything, so there is nothing to compare.
     """
     ours, right, before = ours.float(), right.float(), before.float()
     added, difference = rms(right - before), rms(ours - right)
     if added == 0 == difference:
-        raise NotChecked(f"{what} adds nothing")
+        raise Inconclusive(f"{what} adds nothing")
     if added == 0:
         return float("inf")
     # Not max(0, ...): that would make 0 of NaN.

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
-from vllm_ling.decode.check import BOUND, NotChecked, away, disagreements
+from vllm_ling.decode.check import BOUND, Inconclusive, NotChecked, away, disagreements
 from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
@@ -36,7 +36,8 @@ from vllm_ling.status import STATUS, choose, fault, proof, warning
 
 # What the FP8 kernels read about as fast as one token; the plan of the other kernels may allow less.
 MAX_TOKENS = 8
-# How many batches may be tried for the comparison with vLLM's layers, which some do not allow.
+# How many comparisons with vLLM's layers may show nothing. A batch that does not allow one costs none: vLLM's profiling
+# of graph memory, with its few state slots, comes before any that does.
 CHECKS = 4
 _SPACES: dict[int, Workspace] = {}
 
@@ -138,6 +139,7 @@ class FusedPath:
         try:
             found = self._built.compare(tokens, batches)
         except NotChecked as reason:  # a later batch may do
+            self._checks_left += not isinstance(reason, Inconclusive)
             choose(what, "unknown", str(reason))
             return
         except Exception as error:
