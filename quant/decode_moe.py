@@ -86,6 +86,10 @@ def unsupported(shape: MoEShape) -> str | None:
         ),
         (shape.groups <= 32, f"{shape.groups} expert groups are more than 32"),
         (shape.top_k <= 15, f"top-{shape.top_k} routing exceeds 15"),
+        (
+            shape.top_k <= shape.top_groups * per_group,
+            f"top-{shape.top_k} routing of {shape.top_groups} groups of {per_group} experts",
+        ),
     )
     return bad or next((reason for holds, reason in rules if not holds), None)
 
@@ -131,35 +135,48 @@ def _sizes(shape: MoEShape, tokens: int, gpu: Gpu, p: MoEPlan, roomy: bool) -> M
     )
     up_units, down_units = blocks // _group(blocks), out_blocks // _group(out_blocks)
     up_steps = shape.hidden // 32
-    up_parts = -(-up_steps // -(-shape.top_k * up_units * up_steps // gpu.sms)) + 1
-    down_parts = -(-gpu.sms // down_units) + 1
-    floats = (
-        96
-        + tokens * shape.shared // 2
-        + down_units
-        + tokens * shape.experts
-        + (2 * shape.shared // 16 + shape.hidden // 16) * _SHARED_PARTS * tokens * 16
-        + unique * blocks * up_parts * tokens * 128
-        + out_blocks * down_parts * tokens * 64
+    least = -(-shape.top_k * up_units * up_steps // gpu.sms)
+    most_parts = max(
+        used * (1 - (-up_steps // max(-(-used * up_units * up_steps // gpu.sms), least)))
+        for used in range(1, unique + 1)
     )
+    down_parts = -(-gpu.sms // down_units) + 1
+    words = (
+        16,  # the epoch, in a line of its own as every array is
+        max(gpu.sms - -(-shape.experts // -(-shape.experts // gpu.sms)), 1),
+        tokens * shape.experts,
+        2 * shape.shared * _SHARED_PARTS * tokens,
+        tokens * shape.shared // 2,
+        shape.hidden * _SHARED_PARTS * tokens,
+        most_parts * blocks * tokens * 128,
+        out_blocks * down_parts * tokens * 64,
+    )
+    scratch_bytes = sum(-(-8 * count // 128) * 128 for count in words)
     # Activations lie where x was. Roomy: the average share of a CTA and half as much again, so that one round does.
     shared_act = 2 * tokens * (shape.shared + 8)
     average = -(-tokens * shape.top_k * blocks * down_units // gpu.sms)
     x_bytes = 2 * tokens * (shape.hidden + 32)
     act_pieces = max(average * 3 // 2 if roomy else 0, (x_bytes - shared_act - 32) // 132, tokens)
     per_group = min(32, shape.experts // shape.groups)
-    lists = 4 * shape.experts + 8 * shape.experts // per_group + 12 * (shape.experts // 32) * shape.top_k
-    routing = shape.experts // 8 + 8 * tokens * shape.top_k + 2 * down_units + 4 * unique * (3 + tokens)
+    lists = 10 * shape.experts + 8 * shape.experts // per_group + 8 * shape.top_k
     items = _quota(shape.hidden // 16, shape.shared // 128, gpu.sms)
-    routing += 4 * (shape.experts + 2 * tokens) + 24 + 64 * items * tokens
+    routing = 4 * shape.experts + 12 * (tokens * shape.top_k + 3) + shape.experts // 8 + 4 * tokens + 4
+    schedule = 8 + 4 * unique * (3 + tokens) + 28 * (unique + 1)
     shared_bytes = (
-        p.warps * p.stages * _PIECE_BYTES
+        max(p.warps * p.stages * _PIECE_BYTES, tokens * lists)
         + max(x_bytes, 132 * act_pieces + shared_act + 32)
-        + tokens * max(4 * p.warps * _SUM_STRIDE, lists)
+        + 4 * tokens * p.warps * _SUM_STRIDE
         + routing
+        + schedule
+        + 64 * items * tokens
         + 64
     )
-    return replace(p, act_pieces=act_pieces, scratch_bytes=4 * floats + 64, shared_bytes=shared_bytes)
+    return replace(p, act_pieces=act_pieces, scratch_bytes=scratch_bytes, shared_bytes=shared_bytes)
+
+
+def finishers(p: MoEPlan) -> int:
+    """CTAs that add up the output; the rest of the GPU is then free for the next launch."""
+    return -(-p.ctas // 2)
 
 
 def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
@@ -176,6 +193,7 @@ def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
         "USE_PDL": int(pdl),
         "TOKENS": p.tokens,
         "GRID": p.ctas,
+        "FINISHERS": finishers(p),
         "WARPS": p.warps,
         "STAGES": p.stages,
         "ACT_PIECES": p.act_pieces,
@@ -204,7 +222,7 @@ class MoEDecoder:
         )
         self.shape, self._pdl = shape, pdl
         self.origins, self.max_tokens = self._kernels.origins, self._kernels.max_tokens
-        # One buffer per token count: each keeps the counters of its own layout at zero between launches.
+        # One buffer per token count, as each kernel counts its launches in its own. Zeroed once: see struct Scratch.
         self._scratch = {
             p.tokens: torch.zeros(p.scratch_bytes, dtype=torch.uint8, device=device)
             for p in self._kernels.plans

@@ -14,7 +14,7 @@ from vllm_ling.quant.kernel_family import KernelFamily
 
 TOKEN_COUNTS = (1, 4, 8, 16)
 _BLOCK_BYTES = 2048
-Prologue = Literal["none", "norm", "swiglu", "gated"]  # in the order of fp8_gemv.cu's PROLOGUE
+Prologue = Literal["none", "norm", "swiglu", "gated", "joined"]  # in the order of fp8_gemv.cu's PROLOGUE
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class GemvShape:
 
     Attributes:
         prologue: what W is multiplied with: x as it is, its RMSNorm, silu(x[:, :k]) * x[:, k:] of an x twice as
-            wide, or x times a factor for each 128 columns.
+            wide, x times a factor for each 128 columns, or the RMSNorms of two inputs half as wide side by side.
         parts: rows of each tensor that W is made of, if they are several (at most three, block scales).
     """
 
@@ -51,6 +51,8 @@ def unsupported(shape: GemvShape) -> str | None:
     """Why the kernel cannot serve this shape, or None."""
     if shape.k % 128:
         return f"k = {shape.k} is not a multiple of 128"
+    if shape.prologue == "joined" and shape.k % 256:
+        return f"two halves of {shape.k // 2} are not multiples of 128"
     if not shape.row_scales and shape.rows % 16:
         return f"{shape.rows} rows with block scales are not a multiple of 16"
     if shape.parts and (
@@ -67,6 +69,8 @@ def plan(shape: GemvShape, tokens: int, gpu: Gpu) -> GemvPlan | None:
     ceil(tiles / (SMs w / ksplit)) rounds. The small terms of the cost are fitted to timings on an H200.
     """
     tiles, blocks = -(-shape.rows // 16), shape.k // 128
+    if shape.prologue == "joined" and tokens > 8:
+        return None  # both inputs and their norms would not stay in registers
     best: tuple[float, GemvPlan] | None = None
     for ksplit in (1, 2, 4, 8):
         for warps in range(ksplit, 21, ksplit):
@@ -85,7 +89,7 @@ def plan(shape: GemvShape, tokens: int, gpu: Gpu) -> GemvPlan | None:
 def _with(shape: GemvShape, tokens: int, gpu: Gpu, warps: int, ksplit: int) -> GemvPlan | None:
     columns = -(-tokens // 8) * 8
     fixed = 2 * tokens * (shape.k + 8) + 64
-    fixed += 4 * tokens * (shape.k // 128) if shape.prologue == "norm" else 0
+    fixed += 4 * tokens * (shape.k // 128) if shape.prologue in ("norm", "joined") else 0
     fixed += (4 * warps * columns * 17 if ksplit > 1 else 0) + (8 * warps * columns if shape.argmax else 0)
     # Two or three stages, so that two CTAs fit: the next launch then fills its rings while this one drains.
     ring = warps * _BLOCK_BYTES
@@ -148,6 +152,7 @@ class Fp8Gemv:
         norm: tuple[torch.Tensor, float] | None = None,
         normed: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        second: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Multiplies into `out`.
 
@@ -160,11 +165,15 @@ class Fp8Gemv:
             norm: BF16 [k] weight and epsilon of the norm prologue.
             normed: BF16 [tokens, k] that receives the normalized x, or None.
             factors: float32 [tokens, k / 128] of the gated prologue.
+            second: the joined prologue's right half, BF16 [tokens, k / 2], and the weight of its norm; `x` and `norm`
+                are the left half's.
         """
         p, kernel = self._kernels.pick(x.shape[0])
         y, ids = (0, out.data_ptr()) if self.shape.argmax else (out.data_ptr(), 0)
         norm_weight, eps = norm or (None, 0.0)
-        tensors = (x, *_three(weight), *_three(scales), norm_weight, factors, normed, residual)
+        x_second, norm_second = second or (None, None)
+        tensors = (x, x_second, *_three(weight), *_three(scales), norm_weight, norm_second)
+        tensors += (factors, normed, residual)
         pointers = (*(0 if t is None else t.data_ptr() for t in tensors), y, self._best.data_ptr())
         values: tuple[int | float, ...] = (
             *pointers,
@@ -184,4 +193,4 @@ def _three(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor 
     return [*given, *[None] * (3 - len(given))]
 
 
-_TYPES = (ctypes.c_void_p,) * 15 + (ctypes.c_int,) * 2 + (ctypes.c_float,)
+_TYPES = (ctypes.c_void_p,) * 17 + (ctypes.c_int,) * 2 + (ctypes.c_float,)

@@ -53,6 +53,7 @@ class HeadFp8Method(QuantizeMethodBase):
         self._dummy = dummy
         self._wants_kernel = decode_kernel
         self._gemv: Any = None
+        self._argmax: Any = None
         self._what = "lm_head"
         self._dtype = torch.get_default_dtype()
 
@@ -128,7 +129,7 @@ class HeadFp8Method(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Checks the scales and settles on kernels; runs again after every reload."""
-        self._gemv = None
+        self._gemv = self._argmax = None
         if layer.weight.dtype == torch.float8_e4m3fn:
             self._settle(layer)
         head_changed(layer)
@@ -142,9 +143,11 @@ class HeadFp8Method(QuantizeMethodBase):
                 f"{self._what}: the FP8 head has rows whose scale is missing, zero, negative or NaN"
             )
         self._gemv, reason = self._decode_kernel(layer)
-        if self._gemv is not None:
-            reason = self._problem(layer)
-            self._gemv = None if reason else self._gemv
+        if self._gemv is not None and (reason := self._problem(layer)):
+            self._gemv = None
+        shard = getattr(layer, "shard_indices", None)  # the draft's own rows have none
+        if self._gemv is not None and shard is not None and shard.num_org_elements == layer.org_vocab_size:
+            self._argmax, _ = self._decode_kernel(layer, argmax=True)
         what = f"{self._what} decode kernel"
         if self._gemv is not None:
             choose(what, "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations")
@@ -179,7 +182,7 @@ class HeadFp8Method(QuantizeMethodBase):
             exact[part] = (codes[part].float() * scale[:, : codes.shape[1]]).to(self._dtype)
         return {"weight": exact}
 
-    def _decode_kernel(self, layer: Any) -> tuple[Any, str]:
+    def _decode_kernel(self, layer: Any, argmax: bool = False) -> tuple[Any, str]:
         if not self._wants_kernel:
             return None, "ling.linear=stock"
         if not current_platform.is_cuda():
@@ -189,7 +192,8 @@ class HeadFp8Method(QuantizeMethodBase):
             from vllm_ling.quant.linear_decode import gemv_for
 
             rows, hidden = layer.weight.shape
-            shape = GemvShape(rows, hidden, row_scales=self._source != "fp8_block")
+            rows = layer.org_vocab_size if argmax else rows  # padding must not win
+            shape = GemvShape(rows, hidden, row_scales=self._source != "fp8_block", argmax=argmax)
             return gemv_for(shape, layer.weight.device), ""
         except (RuntimeError, ValueError, ImportError) as error:
             return None, f"{type(error).__name__}: {error}"
@@ -236,6 +240,18 @@ class HeadFp8Method(QuantizeMethodBase):
     def scale(self, layer: Any) -> torch.Tensor:
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
         return layer.weight_scale_inv if self._source == "fp8_block" else layer.weight_scale
+
+    def best_rows(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """int64 [tokens], the row of the largest logit of each hidden state `x` [tokens, hidden]; writes no logits.
+
+        None where no kernel does that: too many tokens, another dtype, only part of the vocabulary here.
+        """
+        kernel = self._argmax
+        if kernel is None or x.dtype != torch.bfloat16 or not 0 < x.shape[0] <= kernel.max_tokens:
+            return None
+        out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        best: torch.Tensor = kernel(x.contiguous(), layer.weight, self.scale(layer), out)
+        return best
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., rows] of hidden states `x` [..., hidden], in x's dtype."""

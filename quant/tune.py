@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ling.checkpoint.shapes import LingShape
-from vllm_ling.decode import kda_step, mla_prepare
+from vllm_ling.decode import kda_step, mla_attention, mla_prepare
 from vllm_ling.decode.kda_step import KdaShape
 from vllm_ling.decode.shapes import fused_problem, fused_shapes
 from vllm_ling.errors import LingError
@@ -96,6 +96,11 @@ def _fused_jobs(shape: LingShape, gpu: Gpu) -> Iterator[Job]:
         yield from _jobs(label, "fp8_gemv.cu", fp8_gemv, matrix, gpu)
     yield from _jobs("KDA step", "kda_step.cu", kda_step, asked.kda, gpu)
     yield Job("MLA inputs", "mla_prepare.cu", mla_prepare.defines(asked.mla, pdl=True))
+    if reason := mla_attention.unsupported(asked.mla):
+        yield Job("MLA attention", "", None, reason)
+        return
+    for label, source, constants in mla_attention.jobs(asked.mla, gpu):
+        yield Job(label, source, constants, "" if constants else "too little shared memory (or no clusters)")
 
 
 def _jobs(

@@ -19,6 +19,7 @@ from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import draft_name
 from vllm_ling.models.strict_loading import load_strictly
 from vllm_ling.options import parse_options
+from vllm_ling.spec_decode.confidence import DraftConfidence
 from vllm_ling.spec_decode.draft_rows import DraftRows
 from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
 from vllm_ling.spec_decode.shared_head import SharedHead, unbind
@@ -43,9 +44,7 @@ def draft_step(
     layer: Any, built: Any, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Hidden states BF16 [tokens, hidden] of the MTP layer, of the embedding and the previous hidden states."""
-    joined = torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], dim=-1)
-    residual = torch.empty_like(embeds)
-    built.entry(joined, residual)
+    residual = built.entry(embeds.contiguous(), hidden.contiguous(), torch.empty_like(embeds))
     return layer.final_layernorm(built.body(residual, positions, {}))
 
 
@@ -66,10 +65,18 @@ class LingMTPModel(BailingMoeV3MTPModel):
             head = layer.shared_head.head
             unbind(head)
             layer.shared_head = SharedHead(head, fail=fail, inject=options.inject_fault, rows=rows)
+        # For the draft gate, which reads it after every round.
+        self.confidence: DraftConfidence | None = None
+        if options.draft_gate != "off":
+            k = vllm_config.speculative_config.num_speculative_tokens
+            device = vllm_config.device_config.device
+            self.confidence = DraftConfidence(vllm_config.scheduler_config.max_num_seqs, k, device)
         if current_platform.is_cuda():
             from vllm_ling.models.moe_block import install_moe_blocks
+            from vllm_ling.spec_decode.draft_graph import join_draft_steps
 
             install_moe_blocks(self, vllm_config)
+            join_draft_steps()
         self._fused = fused_draft(layers, vllm_config, options.decode) if current_platform.is_cuda() else None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -91,8 +98,12 @@ class LingMTPModel(BailingMoeV3MTPModel):
         """
         rows = self._shared_head(spec_step_idx).rows
         if rows is not None and rows.active:
-            return rows.logits(self.model.logits_processor, hidden_states)
-        return self.model.compute_logits(hidden_states, spec_step_idx)
+            logits = rows.logits(self.model.logits_processor, hidden_states)
+        else:
+            logits = self.model.compute_logits(hidden_states, spec_step_idx)
+        if self.confidence is not None and logits is not None:
+            self.confidence.note(logits)
+        return logits
 
     def get_top_tokens(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """Best draft token ids [tokens]; what both runners ask for with `use_local_argmax_reduction`."""
@@ -100,6 +111,10 @@ class LingMTPModel(BailingMoeV3MTPModel):
         processor: Any = self.model.logits_processor
         if shared.rows is not None and shared.rows.active:
             return shared.rows.top_tokens(processor, hidden_states)
+        if processor.scale == 1.0 and processor.soft_cap is None:
+            best = getattr(shared.head.quant_method, "best_rows", lambda *_: None)(shared.head, hidden_states)
+            if best is not None:
+                return best
         return processor.get_top_tokens(shared.head, hidden_states)
 
     def _shared_head(self, step: int) -> SharedHead:

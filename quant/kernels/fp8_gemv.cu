@@ -5,8 +5,8 @@
 // A warp owns 16 rows, or with KSPLIT > 1 every KSPLIT-th 128-k block of them, and streams blocks of 2 KB through a ring in shared
 // memory that runs on across row tiles. The host picks WARPS so that tiles / (CTAs x warps) is just under a whole number.
 // W may lie in up to three tensors, one below the other, each a multiple of 16 rows: SECOND and THIRD are the tiles where the
-// later ones begin. What is multiplied is x, its RMSNorm (PROLOGUE 1), the SwiGLU of rows of 2 K values (PROLOGUE 2) or x times a
-// factor for each 128 values (PROLOGUE 3).
+// later ones begin. What is multiplied is x, its RMSNorm (PROLOGUE 1), the SwiGLU of rows of 2 K values (PROLOGUE 2), x times a
+// factor for each 128 values (PROLOGUE 3), or the RMSNorms of two inputs of K / 2 values side by side (PROLOGUE 4).
 // Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, PROLOGUE, SECOND, THIRD, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
 #include "fp8_tile.cuh"
 
@@ -26,7 +26,7 @@ struct Shared {
   float2 found[WARPS][COLUMNS];
   bool last;
 #endif
-#if PROLOGUE == 1
+#if PROLOGUE == 1 || PROLOGUE == 4
   float parts[TOKENS * BLOCKS];
 #endif
 };
@@ -74,13 +74,12 @@ __device__ __forceinline__ void stage_x(bf16_t *staged, const bf16_t *x, const f
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
 // y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties; `best` holds
 // CTAs x COLUMNS pairs, `counter` starts at zero. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
-// receives the normalized x. `factors`: FP32 [tokens][K / 128].
+// receives the normalized x. `factors`: FP32 [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    fp8_gemv(const bf16_t *__restrict__ x, const uint8_t *__restrict__ w, const uint8_t *__restrict__ w_second,
+    fp8_gemv(const bf16_t *__restrict__ x, const bf16_t *__restrict__ x_second, const uint8_t *__restrict__ w, const uint8_t *__restrict__ w_second,
              const uint8_t *__restrict__ w_third, const float *__restrict__ scales, const float *__restrict__ scales_second,
-             const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight, const float *__restrict__ factors,
-             bf16_t *normed, const bf16_t *residual,
-             bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
+             const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight,
+             const bf16_t *__restrict__ norm_second, const float *__restrict__ factors, bf16_t *normed, const bf16_t *residual, bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -116,6 +115,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     if (i >= tokens * XRows::QUADS) break;
     *(uint2 *)(s.x + i / XRows::QUADS * X_STRIDE + i % XRows::QUADS * 4) = in_fp8_order(row.v[r]);
     if (normed && blockIdx.x == 0) *((uint2 *)normed + i) = row.v[r];
+  }
+#elif PROLOGUE == 4
+  typedef Rows<TOKENS, K / 2, WARPS * 32> XRows;
+  XRows row[2], norm[2];
+  norm[0].load_weight(norm_weight), norm[1].load_weight(norm_second);
+  wait_for_producer();
+  row[0].load(x, tokens), row[1].load(x_second, tokens);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    row[half].normalize(norm[half], s.parts + half * (TOKENS * BLOCKS / 2), eps);
+#pragma unroll
+    for (int r = 0; r < XRows::ROUNDS; r++) {
+      int i = XRows::quad(r);
+      if (i >= tokens * XRows::QUADS) break;
+      *(uint2 *)(s.x + i / XRows::QUADS * X_STRIDE + half * (K / 2) + i % XRows::QUADS * 4) = in_fp8_order(row[half].v[r]);
+    }
   }
 #else
   wait_for_producer();

@@ -6,6 +6,14 @@
 // One item's codes: lane (g, t) holds 16 bytes of rows g and g + 8 at k = 16 t of both 64-k halves.
 struct SharedItem {
   uint4 low[2], high[2];
+  // Unpacking begins here: moved up, it would wait for memory there.
+  __device__ __forceinline__ void use_from_here() {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      asm volatile("" : "+r"(low[half].x), "+r"(low[half].y), "+r"(low[half].z), "+r"(low[half].w));
+      asm volatile("" : "+r"(high[half].x), "+r"(high[half].y), "+r"(high[half].z), "+r"(high[half].w));
+    }
+  }
 };
 
 template <int K>
@@ -62,33 +70,29 @@ __device__ __forceinline__ void shared_items(float *sums, const SharedItem &firs
   }
 }
 
-// Adds the items of each tile and stores them as this CTA's part: parts[tile][part][token][16].
+// Which CTAs a tile's items belong to: the first, and how many. CTA `first + i` stores part i.
+template <int ITEMS, int QUOTA>
+__device__ constexpr int first_part(int tile) { return tile * ITEMS / QUOTA; }
+template <int ITEMS, int QUOTA>
+__device__ constexpr int shared_parts(int tile) {
+  return (tile * ITEMS + ITEMS - 1) / QUOTA - first_part<ITEMS, QUOTA>(tile) + 1;
+}
+
+// Adds the items of each tile and stores them as this CTA's part: parts[tile][part][token][16]. The last threads: in down the
+// first ones store the routed experts' sums meanwhile.
 template <int K, int TILES, int QUOTA>
-__device__ __forceinline__ void store_shared_parts(const float *sums, float (*parts)[SHARED_PARTS][TOKENS][16], int tokens) {
+__device__ __forceinline__ void store_shared_parts(const float *sums, Tagged (*parts)[SHARED_PARTS][TOKENS][16], int tokens, uint32_t tag) {
   constexpr int ITEMS = K / 128;
   int begin = blockIdx.x * QUOTA, end = min(begin + QUOTA, TILES * ITEMS);
   int first = begin / ITEMS, count = begin < end ? (end - 1) / ITEMS - first + 1 : 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count * TOKENS * 16; i += THREADS) {
+  for (int i = THREADS - 1 - threadIdx.x; i < count * TOKENS * 16; i += THREADS) {
     int tile = first + i / (TOKENS * 16), token = i / 16 % TOKENS, row = i % 16;
     if (token >= tokens) continue;
     float sum = 0.f;
 #pragma unroll 1
     for (int item = max(begin, tile * ITEMS); item < min(end, (tile + 1) * ITEMS); item++)
       sum += sums[((item - begin) * TOKENS + token) * 16 + row];
-    parts[tile][blockIdx.x - tile * ITEMS / QUOTA][token][row] = sum;
+    store_tagged(&parts[tile][blockIdx.x - first_part<ITEMS, QUOTA>(tile)][token][row], __float_as_uint(sum), tag);
   }
-}
-
-// Four neighbouring rows of a tile, all parts added.
-template <int ITEMS, int QUOTA>
-__device__ __forceinline__ float4 shared_sum(const float (*parts)[SHARED_PARTS][TOKENS][16], int row, int token) {
-  int tile = row / 16, count = (tile * ITEMS + ITEMS - 1) / QUOTA - tile * ITEMS / QUOTA + 1;
-  float4 v[SHARED_PARTS];
-#pragma unroll
-  for (int i = 0; i < SHARED_PARTS; i++)
-    v[i] = i < count ? load_fresh((const float4 *)&parts[tile][i][token][row % 16]) : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int i = 1; i < SHARED_PARTS; i++) v[0].x += v[i].x, v[0].y += v[i].y, v[0].z += v[i].z, v[0].w += v[i].w;
-  return v[0];
 }

@@ -14,7 +14,6 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   }
   return s * up;
 }
-__device__ __forceinline__ void add(float4 &sum, const float4 &v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
 
 // x (or its RMSNorm) as FP8 needs it, and its largest magnitude. s.x_max starts at zero.
 typedef Rows<TOKENS, HIDDEN, THREADS> XRows;
@@ -50,76 +49,87 @@ __device__ __forceinline__ void stage_x(Shared &s, int tokens) {
 
 // Activations of down steps [begin, end): SwiGLU of the gate_up parts times the routing weight, in fragment order.
 __device__ __forceinline__ void stage_routed(Shared &s, const Scratch *scratch, const Work &work, int begin, int end, int first_pair,
-                                             float limit) {
-  // 16 lanes a step with one quad of rows each, or with many tokens 8 lanes with two.
-  constexpr int QUADS = TOKENS > 4 ? 2 : 1, LANES = 16 / QUADS, MOST = TOKENS == 1 ? 8 : 4,
-                AT_ONCE = UP_PARTS < MOST ? UP_PARTS : MOST;  // parts on their way together; fewer with many tokens, of which a unit has fewer
+                                             float limit, uint32_t tag) {
+  // With few tokens a CTA has few steps, of many parts; with many the reverse. So 32 lanes a step, each with a pair of its rows,
+  // down to 8 with four; what is on its way together fills about 64 registers.
+  constexpr int EACH = TOKENS > 4 ? 4 : TOKENS > 2 ? 2 : 1, LANES = 32 / EACH, AT_ONCE = UP_PARTS < 8 / EACH ? UP_PARTS : 8 / EACH;
   int lane = threadIdx.x & 31, j = lane % LANES;
-  uint32_t lanes = ((1u << LANES) - 1) << (lane & ~(LANES - 1));
+  uint32_t lanes = LANES == 32 ? ~0u : ((1u << LANES % 32) - 1) << (lane & ~(LANES - 1));
 #pragma unroll 1
   for (int step = begin + threadIdx.x / LANES; step < end; step += THREADS / LANES) {
     int index = step - work.row.of(step) * work.row.d, u = index / BLOCKS, unit = u * UP_UNITS + index % BLOCKS / UP_GROUP;
     uint32_t mask = s.schedule.tokens[u];
     int pair = pairs_before(s.schedule, work, step) - first_pair;
-    int count = work.up_quota.of(unit * UP_STEPS + UP_STEPS - 1) - work.up_quota.of(unit * UP_STEPS) + 1;
+    int count = work.count_up(unit);
 #pragma unroll 1
     for (; mask; mask &= mask - 1, pair++) {
       int token = __ffs(mask) - 1;
-      float4 gate[QUADS] = {}, up[QUADS] = {};
+      const Tagged *parts = scratch->up[index * work.up_parts][token] + 2 * j;
+      float gate[2 * EACH] = {}, up[2 * EACH] = {};
 #pragma unroll 1
       for (int first = 0; first < count; first += AT_ONCE) {
-        float4 g[AT_ONCE][QUADS], p[AT_ONCE][QUADS];
+        constexpr int HALVES = 2 * EACH;  // of a part: pairs of gate rows, then of up rows
+        WordPair word[AT_ONCE * HALVES];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const float4 *part = (const float4 *)scratch->up[index][min(first + i, UP_PARTS - 1)][token] + j * QUADS;
+        for (int i = 0; i < AT_ONCE * HALVES; i++) word[i].start(first + i / HALVES < count, tag);
+        const Tagged *at = parts + first * TOKENS * 128;
+        wait_tagged(word, tag, [&](int i) { return at + i / HALVES * TOKENS * 128 + i % HALVES / EACH * 64 + i % EACH * LANES * 2; });
 #pragma unroll
-          for (int q = 0; q < QUADS; q++) {
-            g[i][q] = first + i < count ? load_fresh(part + q) : make_float4(0.f, 0.f, 0.f, 0.f);
-            p[i][q] = first + i < count ? load_fresh(part + 16 + q) : make_float4(0.f, 0.f, 0.f, 0.f);
-          }
+        for (int i = 0; i < AT_ONCE * HALVES; i++) {
+          float *sum = (i % HALVES / EACH ? up : gate) + i % EACH * 2;
+          sum[0] += word[i].first.value(), sum[1] += word[i].second.value();
         }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-          for (int q = 0; q < QUADS; q++) add(gate[q], g[i][q]), add(up[q], p[i][q]);
       }
-      float w = s.schedule.weight[u][token], v[4 * QUADS], most = 0.f;
+      float w = s.schedule.weight[u][token], most = 0.f;
 #pragma unroll
-      for (int q = 0; q < QUADS; q++) {
-        v[q * 4] = w * swiglu(gate[q].x, up[q].x, limit), v[q * 4 + 1] = w * swiglu(gate[q].y, up[q].y, limit);
-        v[q * 4 + 2] = w * swiglu(gate[q].z, up[q].z, limit), v[q * 4 + 3] = w * swiglu(gate[q].w, up[q].w, limit);
-      }
-#pragma unroll
-      for (int i = 0; i < 4 * QUADS; i++) most = fmaxf(most, fabsf(v[i]));
+      for (int i = 0; i < 2 * EACH; i++) gate[i] = w * swiglu(gate[i], up[i], limit), most = fmaxf(most, fabsf(gate[i]));
       uint32_t e = __reduce_max_sync(lanes, __float_as_uint(most)) >> 23;
       float f = to_half_range(e);
       if (j == 0) s.act.scale[pair] = from_half_range(e);
-      int row = j * 4 * QUADS;  // rows 8 n + 2 t + i go to 8 t + 2 n + i of each 32
-      unsigned short *at = s.act.routed[pair] + row / 32 * 32 + row % 32 / 8 * 2 + row % 8 / 2 * 8;
 #pragma unroll
-      for (int t = 0; t < 2 * QUADS; t++) *(uint32_t *)(at + t * 8) = pack_f16(f * v[2 * t], f * v[2 * t + 1]);
+      for (int i = 0; i < EACH; i++) {  // rows 8 n + 2 t + {0, 1} go to 8 t + 2 n of each 32
+        int row = (i * LANES + j) * 2;
+        unsigned short *to = s.act.routed[pair] + row / 32 * 32 + row % 32 / 8 * 2 + row % 8 / 2 * 8;
+        *(uint32_t *)to = pack_f16(f * gate[2 * i], f * gate[2 * i + 1]);
+      }
     }
   }
 }
 
-// SwiGLU of the shared expert, four values a lane, by one warp of each CTA, once all its parts are there.
-__device__ __forceinline__ void activate_shared(Scratch *scratch, int tokens, float limit) {
-  const uint32_t *counter = scratch->barrier[1];
-  while (load_acquire(counter) < GRID) {}
-  __syncwarp();
+// SwiGLU of the shared expert, four values a lane, by one warp of each CTA.
+__device__ __forceinline__ void activate_shared(Scratch *scratch, int tokens, float limit, uint32_t tag) {
+  constexpr int QUADS = SHARED_INTER / 4;
 #pragma unroll 1
-  for (int i = (threadIdx.x & 31) * GRID + blockIdx.x; i < tokens * (SHARED_INTER / 4); i += 32 * GRID) {
-    int token = i / (SHARED_INTER / 4), row = i % (SHARED_INTER / 4) * 4;
-    float4 gate = shared_sum<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(scratch->shared_up, row, token);
-    float4 up = shared_sum<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(scratch->shared_up, SHARED_INTER + row, token);
-    uint32_t low = pack_bf16(swiglu(gate.x, up.x, limit), swiglu(gate.z, up.z, limit));
-    uint32_t high = pack_bf16(swiglu(gate.y, up.y, limit), swiglu(gate.w, up.w, limit));
-    scratch->shared_act[token][row / 4] = make_uint2(low, high);
+  for (int i = (threadIdx.x & 31) * GRID + blockIdx.x; i < tokens * QUADS; i += 32 * GRID) {
+    int token = i / QUADS, row = i % QUADS * 4, tile = row / 16;
+    // Of each part, pairs 0 and 1 of the gate rows, then of the up rows, whose tiles may have different numbers of parts.
+    WordPair word[SHARED_PARTS * 4];
+    int count[2] = {shared_parts<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(tile), shared_parts<SHARED_UP_ITEMS, SHARED_UP_QUOTA>(SHARED_INTER / 16 + tile)};
+#pragma unroll
+    for (int n = 0; n < SHARED_PARTS * 4; n++) word[n].start(n / 4 < count[n % 4 / 2], tag);
+    wait_tagged(word, tag, [&](int n) { return &scratch->shared_up[n % 4 / 2 * (SHARED_INTER / 16) + tile][n / 4][token][row % 16 + n % 2 * 2]; });
+    float v[8] = {};  // gate 0 to 3, up 0 to 3
+#pragma unroll
+    for (int n = 0; n < SHARED_PARTS * 4; n++)
+      v[n % 4 * 2] += word[n].first.value(), v[n % 4 * 2 + 1] += word[n].second.value();
+    uint32_t even = pack_bf16(swiglu(v[0], v[4], limit), swiglu(v[2], v[6], limit));
+    uint32_t odd = pack_bf16(swiglu(v[1], v[5], limit), swiglu(v[3], v[7], limit));
+    store_tagged(&scratch->shared_act[token][row / 2], even, odd, tag);
   }
 }
-__device__ __forceinline__ void stage_shared(Shared &s, const Scratch *scratch, int tokens) {
-  constexpr int WORDS = SHARED_INTER / 8;
+__device__ __forceinline__ void stage_shared(Shared &s, const Scratch *scratch, int tokens, uint32_t tag) {
+  constexpr int QUADS = SHARED_INTER / 4, ROUNDS = ceil_div(TOKENS * QUADS, THREADS), AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
+  int begin = THREADS - 1 - threadIdx.x;  // the last threads: stage_routed uses the first
 #pragma unroll 1
-  for (int i = THREADS - 1 - threadIdx.x; i < tokens * WORDS; i += THREADS)  // the last threads: stage_routed uses the first
-    *(uint4 *)(s.act.shared + i / WORDS * SHARED_ACT_STRIDE + i % WORDS * 8) = load_fresh((const uint4 *)scratch->shared_act + i);
+  for (int first = begin; first < tokens * QUADS; first += AT_ONCE * THREADS) {
+    WordPair word[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) word[i].start(first + i * THREADS < tokens * QUADS, tag);
+    wait_tagged(word, tag, [&](int i) { return scratch->shared_act[0] + (first + i * THREADS) * 2; });
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      int quad = first + i * THREADS;
+      if (quad < tokens * QUADS) *(uint2 *)(s.act.shared + quad / QUADS * SHARED_ACT_STRIDE + quad % QUADS * 4) = make_uint2(word[i].first.word, word[i].second.word);
+    }
+  }
 }

@@ -45,6 +45,10 @@ class Kernels:
         self.asked.add(shape)
         return SimpleNamespace(shape=shape)
 
+    def attention(self, shape: MlaShape, latent_contiguous: bool) -> Any:
+        self.asked.add((shape, latent_contiguous))
+        return SimpleNamespace(shape=shape, max_tokens=8)
+
 
 def tensor(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=META)
@@ -107,6 +111,15 @@ class RotaryEmbedding:
 
 def mla_attention(s: LingShape) -> Any:
     heads = s.num_attention_heads
+    latent = tensor(s.kv_lora_rank, heads, s.qk_nope_head_dim + s.v_head_dim)
+    key, value = latent.split([s.qk_nope_head_dim, s.v_head_dim], -1)
+    attend = SimpleNamespace(
+        kv_cache_dtype="auto",
+        W_UK_T=key.permute(1, 2, 0),
+        W_UV=value.transpose(0, 1),
+        impl=SimpleNamespace(scale=0.1),
+        layer_name="mla",
+    )
     return bare(
         BailingMoeV3MLAAttention,
         num_heads=heads,
@@ -122,7 +135,7 @@ def mla_attention(s: LingShape) -> Any:
         g_proj=bf16(heads, s.hidden_size),
         dense=fp8(s.hidden_size, heads * s.v_head_dim),
         rotary_emb=RotaryEmbedding(),
-        mla_attn=SimpleNamespace(mla_attn=None),
+        mla_attn=SimpleNamespace(mla_attn=attend),
     )
 
 
@@ -150,6 +163,8 @@ def decoder_layer(s: LingShape, number: int) -> Any:
         post_attention_layernorm=bf16(s.hidden_size),
         mlp=moe_block(s) if s.is_moe(number) else dense_mlp(s),
         eh_proj=fp8(s.hidden_size, 2 * s.hidden_size),
+        enorm=bf16(s.hidden_size),
+        hnorm=bf16(s.hidden_size),
     )
 
 

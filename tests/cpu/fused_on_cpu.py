@@ -17,12 +17,17 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers import utils
 
-from vllm_ling.decode import check, from_vllm, fused
+from vllm_ling.decode import check, from_vllm, fused, mla_from_vllm
 from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import MoELayer, Projection
 from vllm_ling.decode.policy import BatchFacts
-from vllm_ling.decode.reference import kda_step_reference, mla_prepare_reference, rms_norm
+from vllm_ling.decode.reference import (
+    kda_step_reference,
+    mla_attention_reference,
+    mla_prepare_reference,
+    rms_norm,
+)
 from vllm_ling.eval.studies import full_size_side as side
 
 
@@ -86,6 +91,34 @@ class Mla:
         made = mla_prepare_reference(self.shape, projected, normed, positions, w)
         for name in ("query", "latent", "key", "gate"):
             getattr(inputs, name).copy_(getattr(made, name))
+
+
+class Attention:
+    """Stands in for `MlaAttention`."""
+
+    max_tokens = 8
+
+    def __init__(self, shape: Any, latent_contiguous: bool) -> None:
+        self._shape = shape
+
+    def __call__(
+        self,
+        projected: Tensor,
+        normed: Tensor,
+        positions: Tensor,
+        w: Any,
+        latent: Any,
+        batch: Any,
+        scale: float,
+        gate: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        made = mla_prepare_reference(self._shape, projected, normed, positions, w)
+        gate.copy_(made.gate)
+        # The CPU backend's block table counts in sixteens; a GPU's in blocks of the cache.
+        split = batch.cache.shape[1] // 16
+        batch = dataclasses.replace(batch, blocks=batch.blocks[:, ::split] // split)
+        return out.copy_(mla_attention_reference(made, latent, batch, scale))
 
 
 class Block:
@@ -192,7 +225,7 @@ class Kernels:
     """In place of `from_vllm.Kernels`."""
 
     def __init__(self, device: torch.device, cache: Any) -> None:
-        self.device, self.kda, self.mla = device, Kda, Mla
+        self.device, self.kda, self.mla, self.attention = device, Kda, Mla, Attention
 
 
 def install(model: Any, one_group: bool) -> None:
@@ -204,7 +237,8 @@ def install(model: Any, one_group: bool) -> None:
     def moe(block: Any, norm: Any, device: torch.device) -> MoELayer:
         return MoELayer(norm, Block(block), lambda: None, 1.0, 0.0, 0.0)  # type: ignore[arg-type,return-value]
 
-    from_vllm.projection = fused.projection = projection  # type: ignore[attr-defined,assignment]
+    for module in (from_vllm, mla_from_vllm, fused):
+        module.projection = projection  # type: ignore[attr-defined]
     from_vllm.moe_layer = moe  # type: ignore[assignment]
     fused.Kernels = Kernels  # type: ignore[attr-defined,assignment]
     for layer in model.model.layers:

@@ -107,20 +107,18 @@ def test_a_taken_draft_runs_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draft_step_joins_embedding_and_hidden_state() -> None:
-    """In this order, each normed; the layer adds to what eh_proj gives."""
+    """In this order; the layer adds to what the entry gives."""
     seen: list[torch.Tensor] = []
 
-    def entry(joined: torch.Tensor, out: torch.Tensor) -> None:
-        seen.append(joined)
-        out.copy_(joined.sum(-1, keepdim=True))
+    def entry(embeds: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.cat([embeds, hidden], -1))
+        return out.copy_(2 * embeds + 3 * hidden)
 
-    layer = SimpleNamespace(
-        enorm=lambda x: x * 2, hnorm=lambda x: x * 3, final_layernorm=lambda x: x.mul(100.0)
-    )
+    layer = SimpleNamespace(final_layernorm=lambda x: x.mul(100.0))
     built = SimpleNamespace(entry=entry, body=lambda x, positions, batches: x + positions[:, None])
     embeds, hidden = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])
     found = mtp.draft_step(layer, built, embeds, hidden, POSITIONS)
-    assert seen[0].tolist() == [[2, 30], [4, 60]]
+    assert seen[0].tolist() == [[1, 10], [2, 20]]
     assert found.tolist() == [[3700], [7000]]
 
 

@@ -32,9 +32,9 @@ def test_flash_asks_for_what_tune_builds(kernels: Kernels) -> None:
     built = build_target(target(FLASH), META)
     assert built.most == 8 and built.entry is None
     draft = build_draft(decoder_layer(FLASH, FLASH.num_hidden_layers), META)
-    assert draft.most == 8 and draft.entry is not None and draft.entry.gemv.shape.k == 5120
+    assert draft.most == 8 and draft.entry is not None and draft.entry.projection.gemv.shape.k == 5120
     tuned = fused_shapes(FLASH)
-    assert kernels.asked == {*tuned.gemv, tuned.kda, tuned.mla}
+    assert kernels.asked == {*tuned.gemv, tuned.kda, tuned.mla, (tuned.mla, False)}
 
 
 @pytest.mark.parametrize("narrow", fused_shapes(FLASH).gemv, ids=lambda s: f"{s.prologue} {s.rows} x {s.k}")

@@ -30,7 +30,7 @@ PLAIN = lines(
     without(
         LOG,
         "SpecDecoding",
-        "PROOF ok: draft_head",
+        "PROOF ok: draft_",
         "Loading drafter",
         "architecture: BailingMoeV3MTPModel",
         "vllm-ling: draft (?:decode|path)",
@@ -39,15 +39,19 @@ PLAIN = lines(
     (r"speculative_config=SpeculativeConfig\([^)]*\)", "speculative_config=None"),
 )
 
+# What the log of a server without the fused path does not say.
+NO_FUSED = "moe.decode|(?:target|draft)_decode|vllm-ling: (?:target|draft) path"
+LINEAR_ON_RANKS = choose_linear("auto", nvidia=True, one_gpu=False)
+
 
 def two_ranks(evidence: Evidence) -> Evidence:
     """The log of two tensor-parallel ranks, which the decode kernels do not serve."""
     once = lines(
-        without(evidence, "moe.decode", "vllm-ling: (?:target|draft) path"),
+        without(evidence, NO_FUSED),
         DEFAULTS,
         (
             "linear 20480 x 2560 = .*",
-            f"linear decode = stock ({choose_linear('auto', nvidia=True, one_gpu=False)[1]})",
+            f"linear decode = {LINEAR_ON_RANKS[0]} ({LINEAR_ON_RANKS[1]})",
         ),
         (r"target decode = .*", "target decode = layers (it serves one GPU)"),
         ("tensor_parallel_size=1", "tensor_parallel_size=2"),
@@ -81,6 +85,26 @@ def fp8_tensors(tensors: Tensors) -> None:
     tensors.update(declared_tensors(FP8))
 
 
+# An engine core with two workers keeps a record, but decides nothing.
+RANK_RECORD = {
+    **GPU_RECORD,
+    "choices": chosen(
+        "moe decode",
+        "linear 2",
+        "target path",
+        "draft path",
+        linear_decode=LINEAR_ON_RANKS,
+        target_decode=("layers", "it serves one GPU"),
+        draft_decode=("layers", "not one layer on one GPU"),
+    ),
+    "proofs": {code: GPU_RECORD["proofs"][code] for code in ("head_probe", "draft_head")},
+}
+RANKS = live(
+    LIVE,
+    info={"tensor_parallel_size": "2", "moe": "auto", "linear": "auto"},
+    record={**GPU_RECORD, "choices": {}, "proofs": {}},
+    others={"VllmWorker-0": RANK_RECORD, "VllmWorker-1": RANK_RECORD},
+)
 PLAIN_INFO = {**GPU_INFO, "k": "0", "method": "None"}
 CLEAN = {
     "H200, V2 runner, MTP, log": LOG,
@@ -90,24 +114,10 @@ CLEAN = {
     "two ranks, plain, log": two_ranks(PLAIN),
     "GB10, Humming, MTP, log": but(LOG, gpu=GB10),
     "H200, MTP, live": LIVE,
-    "H200, two ranks, MTP, live": live(
-        LIVE,
-        info={"tensor_parallel_size": "2", "moe": "auto", "linear": "auto"},
-        record={
-            **GPU_RECORD,
-            "choices": chosen(
-                "moe decode",
-                "linear",
-                "target path",
-                "draft path",
-                target_decode=("layers", "it serves one GPU"),
-                draft_decode=("layers", "not one layer on one GPU"),
-            ),
-        },
-    ),
+    "H200, two ranks, MTP, live": RANKS,
     "H200, FP8 checkpoint, log": but(
         lines(
-            without(LOG, "moe.decode", "vllm-ling: (?:target|draft) path"),
+            without(LOG, NO_FUSED),
             DEFAULTS,
             (r"'kernel_config': .*?\}, ", ""),
             (
@@ -133,7 +143,7 @@ CLEAN = {
         record={
             **GPU_RECORD,
             "choices": chosen("draft"),
-            "proofs": {"head_probe": "top-1 agreement 95.7%"},
+            "proofs": {code: text for code, text in GPU_RECORD["proofs"].items() if "draft" not in code},
         },
     ),
     "GB10, Humming, MTP, live": but(LIVE, gpu=GB10),

@@ -104,6 +104,8 @@ GPU_RECORD: dict[str, Any] = {
     "proofs": {
         "head_probe": "top-1 agreement 95.7%",
         "draft_head": "the draft's head is the target's module object",
+        "target_decode": "84 parts agree with vLLM's layers, stream and states; the furthest is layer 17 mlp, 0.0212",
+        "draft_decode": "2 parts agree with vLLM's layers, stream and states; the furthest is layer 0 mlp, 0.0105",
     },
     "faults": {},
 }
@@ -134,12 +136,13 @@ _BOOT = 100_000.0
 
 @dataclass(frozen=True)
 class Live:
-    """A server's two pages. `record` None is a server without the plugin."""
+    """A server's two pages. `record` None is a server without the plugin; `others` are more processes with records."""
 
     traffic: Mapping[str, float] = field(default_factory=lambda: GPU_TRAFFIC)
     gauges: Mapping[str, float] = field(default_factory=lambda: GAUGES)
     info: Mapping[str, str] = field(default_factory=lambda: GPU_INFO)
     record: Mapping[str, Any] | None = field(default_factory=lambda: GPU_RECORD)
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     level_2_sleeps: int = 0
     acceptance: tuple[int, ...] | None = (160, 120, 80)
 
@@ -148,7 +151,9 @@ class Live:
         own = ""
         if self.record is not None:
             folder.mkdir(exist_ok=True)
-            (folder / "1.json").write_text(json.dumps({"process": "EngineCore", "record": self.record}))
+            processes = {"EngineCore": self.record, **self.others}
+            for number, (process, record) in enumerate(processes.items()):
+                (folder / f"{number}.json").write_text(json.dumps({"process": process, "record": record}))
             collector = _OneProcess(folder, self.info, None)
             collector.level_2_sleeps = self.level_2_sleeps
             if self.acceptance is not None:  # of 200 rounds, by position

@@ -2,10 +2,12 @@
 """The decode checks read reasons word by word, so the words must be those that the plugin writes."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
+import vllm_ling.eval
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.doctor.checks import decode
 from vllm_ling.doctor.phrases import PHRASES
@@ -59,3 +61,14 @@ def test_a_kind_of_batch_is_read_from_the_log(kind: str) -> None:
 )
 def test_the_plugin_still_says_so(module: str, words: str) -> None:
     assert words in source(module)
+
+
+def test_the_cost_of_vllms_layers_is_what_was_measured() -> None:
+    measured = json.loads((Path(vllm_ling.eval.__file__).parent / "results/h200-decode.json").read_text())
+    row = next(row for row in measured["rows"] if (row["workload"], row["context"]) == ("plain", 128))
+    assert measured["engines"]["ours2 plain"]["options"]["decode"] == "layers"
+    assert measured["engines"]["ours plain"]["choices"]["target decode"][0] == "fused"
+    launches = row["ours2_launches_per_token"] / row["launches_per_token"]
+    times = row["ours2_gpu_ms_per_step"] / row["gpu_ms_per_step"]
+    said = f"the same bytes in {launches:.0f} times the launches per token: {times:.1f} times the fused path's GPU time"
+    assert f"{said}, on an H200" == decode._COST

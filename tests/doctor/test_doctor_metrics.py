@@ -49,6 +49,14 @@ def test_without_a_folder_or_with_one_that_is_gone_nothing_happens(
     assert status.shared_folder() == tmp_path / "gone"
 
 
+def test_workers_of_the_same_name_all_count(tmp_path: Path, own_status: status.Status) -> None:
+    for pid, process in ((11, "VllmWorker-0"), (12, "VllmWorker-1"), (13, "VllmWorker-0")):
+        record = {"process": process, "record": {"state": "active", "reason": str(pid)}}
+        (tmp_path / f"{pid}.json").write_text(json.dumps(record))
+    found = {name: record["reason"] for name, record in read_records(tmp_path).items() if name != "APIServer"}
+    assert found == {"VllmWorker-0": "11", "VllmWorker-1": "12", "VllmWorker-0 13": "13"}
+
+
 def test_damaged_records_are_skipped(tmp_path: Path, own_status: status.Status) -> None:
     for name, text in (
         ("1", "{"),

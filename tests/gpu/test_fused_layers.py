@@ -202,6 +202,24 @@ def test_gemv_prologues(
         assert rms(out, inputs @ swapped.T + residual.float()) > RMS
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "k"), [(2560, 5120), (384, 768)])
+def test_gemv_joins_two_norms(rows: int, k: int, tokens: int, device: torch.device) -> None:
+    shape = GemvShape(rows, k, False, prologue="joined")
+    kernel = Fp8Gemv(shape, gpu_of(device), device, default_cache())
+    weight, scales = random_fp8(rows, k, device)
+    left, right = (normal(tokens, k // 2, scale=scale).bfloat16() for scale in (3, 0.2))
+    norms = [(1 + normal(k // 2, scale=0.1)).bfloat16() for _ in range(2)]
+    dense = dequantize_block_fp8(weight, scales)
+    out = torch.full((tokens, rows), torch.nan, device=device, dtype=torch.bfloat16)
+    kernel(left, weight, scales, out, norm=(norms[0], 1e-6), second=(right, norms[1]))
+    halves = [rms_norm(x, norm, 1e-6) for x, norm in ((left, norms[0]), (right, norms[1]))]
+    assert rms(out, torch.cat(halves, -1) @ dense.T) < RMS
+    assert rms(out, torch.cat(halves[::-1], -1) @ dense.T) > RMS
+    swapped = [rms_norm(x, norm, 1e-6) for x, norm in ((left, norms[1]), (right, norms[0]))]
+    assert rms(out, torch.cat(swapped, -1) @ dense.T) > RMS
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 8])
 def test_moe_block_with_norm_in_place(tokens: int, device: torch.device) -> None:
     from vllm_ling.bench.layers import random_moe_layer

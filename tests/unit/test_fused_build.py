@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ling.decode import kda_step, mla_prepare
+from vllm_ling.decode import kda_step, mla_attention, mla_prepare
 from vllm_ling.decode.kda_step import KdaShape, KdaStep
 from vllm_ling.decode.mla_prepare import MlaPrepare, MlaShape
 from vllm_ling.decode.shapes import fused_shapes
@@ -52,6 +52,43 @@ def test_mla_prepare_compiles(gpu: Gpu) -> None:
     """One kernel for any number of tokens."""
     assert mla_prepare.unsupported(FLASH.mla) is None
     assert jit.compile_source("mla_prepare.cu", mla_prepare.defines(FLASH.mla, True), gpu.arch)[:4] == ELF
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("heads", [8, 32])
+def test_mla_attention_compiles_within_the_limits(gpu: Gpu, heads: int) -> None:
+    """The kernels assert at compile time that the planned shared memory is large enough."""
+    shape = dataclasses.replace(FLASH.mla, heads=heads)
+    found = list(mla_attention.jobs(shape, gpu))
+    assert len({str(constants) for _, _, constants in found}) == 1 + 2 * 2 * 4
+    for label, source, constants in found:
+        assert constants is not None and int(constants["SHARED_BYTES"]) <= gpu.shared_bytes, label
+        assert jit.compile_source(source, constants, gpu.arch)[:4] == ELF
+
+
+def test_mla_attention_asserts_its_sizes() -> None:
+    whole = mla_attention.attend_plan(FLASH.mla, GPUS["h200"])
+    plan = mla_attention.plan(FLASH.mla, 4, GPUS["h200"])
+    assert whole is not None and plan is not None and whole.stages == 4
+    short = dataclasses.replace(whole, shared_bytes=whole.shared_bytes - 256)
+    with pytest.raises(jit.CompileError, match=r"mla_attention\.py"):
+        jit.compile_source(
+            "mla_attend.cu", mla_attention.defines(FLASH.mla, "mla_attend.cu", True, short, True), "sm_90a"
+        )
+    short_plan = dataclasses.replace(plan, absorb_bytes=40_000, merge_bytes=40_000)
+    for source in ("mla_absorb.cu", "mla_merge.cu"):
+        with pytest.raises(jit.CompileError, match=r"mla_attention\.py"):
+            constants = mla_attention.defines(FLASH.mla, source, True, short_plan, True)
+            jit.compile_source(source, constants, "sm_90a")
+
+
+def test_mla_attention_refuses_what_it_cannot_serve() -> None:
+    h200 = GPUS["h200"]
+    assert "40 heads" in (mla_attention.unsupported(dataclasses.replace(FLASH.mla, heads=40)) or "")
+    assert mla_attention.plan(FLASH.mla, 1, Gpu("sm_89a", 128, 99 * 1024)) is None, "no clusters"
+    assert mla_attention.attend_plan(FLASH.mla, Gpu("sm_90a", 132, 64 * 1024)) is None
+    plans = [mla_attention.plan(FLASH.mla, tokens, h200) for tokens in mla_attention.TOKEN_COUNTS]
+    assert [p and p.splits for p in plans] == [132, 66, 33, 16]
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)

@@ -21,6 +21,7 @@ def test_no_section_means_defaults() -> None:
         ({"inject_fault": "head_bytes", "lm_head": "bf16"}, ["inject_fault=head_bytes", "lm_head=bf16"]),
         ({"on_probe": "bf16", "lm_head": "bf16"}, ["on_probe=bf16"]),
         ({"draft_vocab": 5}, ["ling.draft_vocab"]),
+        ({"draft_gate": "on"}, ["ling.draft_gate"]),
         ({"draft_vocab": "a.json", "inject_fault": "head_bytes"}, ["inject_fault=head_bytes", "draft_vocab"]),
         ({"a": 1, "b": 2}, ["ling.a", "ling.b"]),
         ("fp8", ["'ling' must be an object"]),

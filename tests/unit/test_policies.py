@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head and expert policies as tables: what is chosen, and what is refused with which words."""
+"""Head, expert and projection policies as tables: what is chosen, and what is refused with which words."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from vllm_ling.errors import LingError
 from vllm_ling.options import LingOptions
+from vllm_ling.quant import head
 from vllm_ling.quant.head_policy import HeadFacts, choose_head
+from vllm_ling.quant.linear_policy import choose_linear
 from vllm_ling.quant.moe_policy import MoEFacts, choose_moe
 
 FP4 = HeadFacts(
@@ -101,3 +106,48 @@ def test_moe_choice(option: str, facts: MoEFacts, expected: str) -> None:
 def test_moe_refusals_name_the_cause(option: str, facts: MoEFacts, word: str) -> None:
     with pytest.raises(LingError, match=word):
         choose_moe(option, facts)
+
+
+# (option, NVIDIA, one GPU) -> choice and how the reason begins; doctor takes the reasons of auto and stock as meant.
+LINEAR = {
+    ("auto", True, True): ("ling", "ling.linear=auto: our kernel"),
+    ("auto", True, False): ("stock", "ling.linear=auto: measured on one GPU only"),
+    ("auto", False, True): ("stock", "ling.linear=auto: the kernel needs an NVIDIA GPU"),
+    ("auto", False, False): ("stock", "ling.linear=auto: the kernel needs an NVIDIA GPU"),
+    ("ling", True, True): ("ling", "ling.linear=ling: our kernel"),
+    ("ling", True, False): ("ling", "ling.linear=ling: our kernel"),
+    ("ling", False, True): ("stock", "ling.linear=ling: the kernel needs an NVIDIA GPU"),
+    ("ling", False, False): ("stock", "ling.linear=ling: the kernel needs an NVIDIA GPU"),
+    ("stock", True, True): ("stock", "ling.linear=stock"),
+    ("stock", True, False): ("stock", "ling.linear=stock"),
+    ("stock", False, True): ("stock", "ling.linear=stock"),
+    ("stock", False, False): ("stock", "ling.linear=stock"),
+}
+
+
+def test_the_table_of_projections_is_complete() -> None:
+    options = get_args(LingOptions.model_fields["linear"].annotation)
+    assert set(LINEAR) == set(itertools.product(options, (True, False), (True, False)))
+
+
+@pytest.mark.parametrize(("case", "expected"), LINEAR.items())
+def test_linear_choice(
+    case: tuple[str, bool, bool], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option, nvidia, one_gpu = case
+    choice, reason = choose_linear(option, nvidia=nvidia, one_gpu=one_gpu)
+    assert choice == expected[0] and reason.startswith(expected[1])
+    # The same from vLLM's configuration and platform; ranks of any kind are more than one GPU.
+    monkeypatch.setattr(head, "current_platform", SimpleNamespace(is_cuda=lambda: nvidia))
+    kinds = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    for kind in kinds:
+        parallel = SimpleNamespace(**(dict.fromkeys(kinds, 1) | {kind: 1 if one_gpu else 2}))
+        config = SimpleNamespace(additional_config={"ling": {"linear": option}}, parallel_config=parallel)
+        assert head.linear_choice(config) == (choice, reason)
+
+
+def test_the_projections_are_ours_on_one_gpu_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
+    config = SimpleNamespace(additional_config={}, parallel_config=parallel)
+    assert head.linear_choice(config)[0] == "ling"

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_ling.eval.studies.draft_length import MOST, flash_costs, replay
 from vllm_ling.eval.studies.draft_traces import Trace
-from vllm_ling.spec_decode.gate import Calibration, Costs, DraftGate
+from vllm_ling.spec_decode.gate import Calibration, Costs, DraftGate, Outcome
 
 COSTS = flash_costs()
 RESULT = Path("eval/results/draft-length.json")
@@ -53,21 +53,38 @@ def test_hopeless_drafts_are_given_up() -> None:
     assert row.bytes_per_token < replay("made", "k1", stream([0.0] * MOST, sure=False), COSTS).bytes_per_token
 
 
-def test_a_draft_that_becomes_good_is_taken_up_again() -> None:
+def rounds(
+    gate: DraftGate, count: int, chance: float, seed: int = 0, honest: bool = True
+) -> list[tuple[int, int]]:
+    """(drafted, verified) of rounds whose tokens are each right with `chance`, which the draft knows if `honest`."""
+    chooser, found = random.Random(seed), []
+    for _ in range(count):
+        probabilities = [chance if honest else 0.9] * gate.steps()
+        verified = gate.verify(probabilities)
+        right = [chooser.random() < chance for _ in probabilities]
+        accepted = next((n for n in range(verified) if not right[n]), verified)
+        gate.observe([Outcome(probabilities, verified, accepted)])
+        found.append((len(probabilities), verified))
+    return found
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_draft_that_becomes_good_is_taken_up_again(honest: bool) -> None:
     gate = DraftGate(COSTS, MOST)
-    for _ in range(400):
-        gate.observe([0.1], 1, 0)
-    assert gate.verify([gate.chance(0.1)]) == 0
-    rounds = 0
-    while not gate.draft_more([]) and rounds < 5000:
-        gate.observe([], 0, 0)
-        rounds += 1
-    assert rounds < 1000, "never tried again"
+    assert rounds(gate, 600, 0.02, honest=honest)[-1] in ((1, 0), (1, 1))
+    assert rounds(gate, 4000, 0.98, honest=honest)[-1] == (MOST, MOST)
+
+
+def test_a_hopeless_draft_is_still_verified_now_and_then() -> None:
+    """Or nobody would notice that it is broken: the guard sees verified tokens only."""
+    done = rounds(DraftGate(COSTS, MOST), 2000, 0.0)[200:]
+    assert 1 / 40 < sum(verified for _, verified in done) / len(done) < 1 / 10
+    assert {verified for _, verified in done} == {0, 1} and {drafted for drafted, _ in done} == {1}
 
 
 def test_never_longer_than_the_user_allows() -> None:
     gate = DraftGate(COSTS, 2)
-    assert not gate.draft_more([1.0, 1.0]) and gate.draft_more([1.0])
+    assert {drafted for drafted, _ in rounds(gate, 200, 1.0)} == {2}
     assert gate.verify([1.0, 1.0]) == 2
     for most in (0, MOST + 1):
         with pytest.raises(ValueError, match="expected 1 to"):
@@ -79,7 +96,56 @@ def test_break_even_follows_the_costs() -> None:
     free = DraftGate(Costs([0.0, 1.0, 1.0, 1.0], 0.0), 2)
     dear = DraftGate(Costs([0.0, 1.0, 2.5, 4.0], 0.1), 2)
     assert free.verify([0.01, 0.01]) == 2 and dear.verify([0.99, 0.99]) == 0
-    assert free.draft_more([0.01]) and not dear.draft_more([])
+    assert rounds(free, 50, 0.5)[-1] == (2, 2) and rounds(dear, 50, 0.9)[-1][0] == 1
+
+
+def test_a_fixed_cost_of_every_round_makes_longer_drafts_pay() -> None:
+    plain, slow = DraftGate(COSTS, MOST), DraftGate(COSTS, MOST)
+    slow.set_fixed(5 * COSTS.verify[1])
+    for gate in (plain, slow):
+        rounds(gate, 1500, 0.4)
+    assert plain.verify([0.4] * 3) < slow.verify([0.4] * 3)
+
+
+def test_only_allowed_numbers_are_drafted() -> None:
+    gate = DraftGate(COSTS, MOST)
+    assert gate.steps([1, 2]) == MOST, "none of them is long enough: all the user allows"
+    rounds(gate, 300, 0.0)
+    assert gate.steps() == 1 and gate.steps([3, 4]) == 3 and gate.steps([]) == MOST
+    assert gate.steps(least=2) == 2
+
+
+def test_requests_of_a_batch_have_lengths_of_their_own() -> None:
+    gate = DraftGate(flash_costs(), MOST)
+    sure, unsure = [0.99, 0.98, 0.97, 0.96], [0.05, 0.05, 0.05, 0.05]
+    assert gate.allot([sure, unsure, sure]) == [4, 0, 4]
+    assert gate.allot([]) == [] and gate.allot([[], []]) == [0, 0]
+
+
+def test_where_graphs_want_equal_lengths_the_batch_gets_one() -> None:
+    gate = DraftGate(COSTS, MOST)
+    sure, unsure = [0.99, 0.98, 0.97, 0.96], [0.05, 0.05, 0.05, 0.05]
+    (both,) = set(gate.allot([sure, sure], range(MOST + 1)))
+    (mixed,) = set(gate.allot([sure, unsure], range(MOST + 1)))
+    (none,) = set(gate.allot([unsure, unsure], range(MOST + 1)))
+    assert both == 4 and none == 0 and mixed in range(MOST + 1)
+    assert set(gate.allot([sure, sure], {0, 2})) == {2}
+    assert set(gate.allot([unsure, unsure], {2, 4})) == {2}, "none is no choice: it would have no graph"
+    assert set(gate.allot([sure, sure[:3]], range(MOST + 1))) == {3}, "no longer than the shortest"
+
+
+def test_costs_go_on_beyond_their_table() -> None:
+    costs = Costs([0.0, 1.0, 1.5, 1.8], 0.1)
+    assert [costs.step(n) for n in (1, 3, 4, 6)] == pytest.approx([1.0, 1.8, 2.1, 2.7])
+
+
+def test_calibration_follows_a_change() -> None:
+    calibration = Calibration()
+    for _ in range(5000):
+        calibration.observe(0.9, accepted=False)
+    for _ in range(1000):
+        calibration.observe(0.9, accepted=True)
+    assert calibration.chance(0.9) > 0.75
 
 
 def test_calibration_learns_overconfidence() -> None:

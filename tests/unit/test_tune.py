@@ -61,7 +61,7 @@ def test_flash_has_the_kernels_of_the_fused_path() -> None:
         GemvShape(2560, 4096, False, prologue="gated"),
         GemvShape(12288, 2560, False, prologue="norm"),
         GemvShape(2560, 6144, False, prologue="swiglu"),
-        GemvShape(2560, 5120, False),
+        GemvShape(2560, 5120, False, prologue="joined"),
     }
     assert asked.kda == KdaShape(32, 2560) and asked.mla == MlaShape(32, 2560)
 
@@ -84,6 +84,8 @@ def test_every_kernel_of_the_fused_path_is_a_job() -> None:
     ):
         wanted = {"PROLOGUE": prologue, "K": k, "SECOND": second, "THIRD": third}
         assert {d["TOKENS"] for d in gemvs if wanted.items() <= d.items()} == {1, 4, 8, 16}, wanted
+    joined = [d for d in gemvs if d["PROLOGUE"] == 4]
+    assert {(d["K"], d["TOKENS"]) for d in joined} == {(5120, 1), (5120, 4), (5120, 8)}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused path's view of vLLM's loaded modules: nothing is copied, every tensor is the module's own.
+"""The fused path's view of vLLM's loaded modules (MLA's: `mla_from_vllm`): nothing is copied, every tensor is theirs.
 
 Every function raises `Unsuitable` with the reason why a model stays on vLLM's layers.
 """
@@ -13,13 +13,13 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.bailing_moe_v3 import (
     BailingMoeV3KimiDeltaAttention,
-    BailingMoeV3MLAAttention,
     BailingMoeV3MLP,
 )
 
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep, KdaWeights
-from vllm_ling.decode.layers import DenseLayer, KdaLayer, MlaLayer, MoELayer, Norm, Projection
-from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
+from vllm_ling.decode.layers import DenseLayer, KdaLayer, MoELayer, Norm, Projection
+from vllm_ling.decode.mla_attention import MlaAttention
+from vllm_ling.decode.mla_prepare import MlaPrepare, MlaShape
 from vllm_ling.models.moe_block import LingMoE
 from vllm_ling.quant.fp8_gemv import Fp8Gemv, GemvShape, Prologue
 from vllm_ling.quant.jit import Gpu, gpu_of
@@ -38,6 +38,7 @@ class Kernels:
         self._gpu: Gpu = gpu_of(device)
         self._kda: dict[KdaShape, KdaStep] = {}
         self._mla: dict[MlaShape, MlaPrepare] = {}
+        self._attention: dict[tuple[MlaShape, bool], MlaAttention] = {}
 
     def gemv(self, shape: GemvShape) -> Fp8Gemv:
         """See `linear_decode.gemv_for`."""
@@ -54,6 +55,13 @@ class Kernels:
         if shape not in self._mla:
             self._mla[shape] = MlaPrepare(shape, self._gpu, self._cache)
         return self._mla[shape]
+
+    def attention(self, shape: MlaShape, latent_contiguous: bool) -> MlaAttention:
+        """The attention kernels for one MLA shape; see `LatentWeights`."""
+        key = shape, latent_contiguous
+        if key not in self._attention:
+            self._attention[key] = MlaAttention(*key, self._gpu, self.device, self._cache)
+        return self._attention[key]
 
 
 def norm_of(module: Any) -> Norm:
@@ -147,48 +155,6 @@ def states_problem(layer: KdaLayer) -> str:
     return ""
 
 
-def mla_layer(kernels: Kernels, attention: BailingMoeV3MLAAttention, norm: Norm) -> MlaLayer:
-    """An MLA layer; attention itself stays vLLM's."""
-    if attention.q_proj is None or attention.kv_a_proj_with_mqa is None:
-        raise Unsuitable("MLA compresses its queries (q_lora_rank)")
-    if attention.gated_attention_proj_granularity_type != "head_wise" or attention.v_head_dim != 128:
-        raise Unsuitable("MLA's output gate is not one number per head of 128")
-    rotary = attention.rotary_emb
-    if rotary.is_neox_style or type(rotary).__name__ not in ("RotaryEmbedding", "YaRNScalingRotaryEmbedding"):
-        raise Unsuitable(f"MLA rotates by {type(rotary).__name__}")
-    heads, width = attention.num_heads, attention.num_heads * attention.v_head_dim
-    shape = MlaShape(
-        heads,
-        attention.hidden_size,
-        attention.qk_nope_head_dim,
-        attention.qk_rope_head_dim,
-        attention.kv_lora_rank,
-    )
-    weights = MlaWeights(
-        latent_norm=norm_of(attention.kv_a_layernorm)[0],
-        gate=bf16(attention.g_proj.weight, "g_proj"),
-        cos_sin=bf16(rotary.cos_sin_cache, "the rotary table"),
-        eps=norm_of(attention.kv_a_layernorm)[1],
-    )
-    attend = attention.mla_attn.mla_attn
-
-    def attended(inputs: MlaInputs) -> torch.Tensor:
-        tokens = inputs.query.shape[0]
-        output: torch.Tensor = attend(inputs.query, inputs.latent, inputs.key, output_shape=(tokens, width))
-        return output
-
-    return MlaLayer(
-        norm,
-        projection(
-            kernels, (attention.q_proj, attention.kv_a_proj_with_mqa), "norm", "MLA's q_proj and kv_a_proj"
-        ),
-        kernels.mla(shape),
-        weights,
-        attended,
-        projection(kernels, (attention.dense,), "gated", "MLA's dense"),
-    )
-
-
 def moe_layer(block: Any, norm: Norm, device: torch.device) -> MoELayer:
     """An MoE block, after its own decision (see `models.moe_block`)."""
     if not isinstance(block, LingMoE):
@@ -224,13 +190,6 @@ def mlp_layer(kernels: Kernels, mlp: Any, norm: Norm) -> MoELayer | DenseLayer:
     if isinstance(mlp, BailingMoeV3MLP):
         return dense_layer(kernels, mlp, norm)
     return moe_layer(mlp, norm, kernels.device)
-
-
-def attention_layer(kernels: Kernels, attention: Any, norm: Norm) -> KdaLayer | MlaLayer:
-    """KDA or MLA."""
-    if isinstance(attention, BailingMoeV3KimiDeltaAttention):
-        return kda_layer(kernels, attention, norm)
-    return mla_layer(kernels, attention, norm)
 
 
 def kda_batches(

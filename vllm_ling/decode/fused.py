@@ -13,6 +13,7 @@ import torch
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
 from vllm_ling.decode.check import away, disagreements, redirected
@@ -20,15 +21,16 @@ from vllm_ling.decode.compared import Comparisons, kind_of
 from vllm_ling.decode.from_vllm import (
     Kernels,
     Unsuitable,
-    attention_layer,
     kda_batches,
+    kda_layer,
     mlp_layer,
     norm_of,
     projection,
     states_problem,
 )
 from vllm_ling.decode.kda_step import KdaBatch
-from vllm_ling.decode.layers import DenseLayer, KdaLayer, Projection, Workspace
+from vllm_ling.decode.layers import DenseLayer, Entry, KdaLayer, Workspace
+from vllm_ling.decode.mla_from_vllm import mla_layer
 from vllm_ling.decode.policy import BatchFacts, choose_path
 from vllm_ling.quant.jit import default_cache
 from vllm_ling.status import choose, warning
@@ -153,7 +155,7 @@ class Built:
         most: tokens that they take.
         compare: compares them with vLLM's layers, see `check.disagreements`; of a number of tokens and a batch. Raises
             `NotChecked` before it computes anything where the batch leaves no room.
-        entry: the MTP layer's projection of the joined embedding and hidden state.
+        entry: of the MTP layer.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class Built:
         body: FusedBody,
         most: int,
         compare: Callable[[int, Mapping[str, KdaBatch]], dict[str, float]],
-        entry: Projection | None = None,
+        entry: Entry | None = None,
     ) -> None:
         self.body, self.most, self.compare, self.entry = body, most, compare, entry
 
@@ -198,20 +200,23 @@ def build_draft(layer: Any, device: torch.device) -> Built:
     """
     kernels = Kernels(device, default_cache())
     fused = _layer(kernels, layer)
-    entry = projection(kernels, (layer.eh_proj,), "none", "eh_proj")
+    left, (right, eps) = norm_of(layer.enorm), norm_of(layer.hnorm)
+    if eps != left[1]:
+        raise Unsuitable("the norms before eh_proj have different epsilons")
+    entry = Entry(projection(kernels, (layer.eh_proj,), "joined", "eh_proj"), left, right)
     body = FusedBody([fused], _space(device))
 
     def compare(tokens: int, batches: Mapping[str, KdaBatch]) -> dict[str, float]:
         with redirected([layer], [fused], batches, tokens):
-            shape = (tokens, entry.gemv.shape.k)
-            joined = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
-            joined = joined.to(torch.bfloat16)
-            right = layer.eh_proj(joined)
-            mine = entry(joined, torch.empty_like(right))
-            found = {"eh_proj": away(mine, right, torch.zeros_like(right), "eh_proj")}
-            return found | disagreements([layer], body, right, batches)
+            shape = (2, tokens, left[0].shape[0])
+            given = torch.randn(shape, generator=_generator(device), device=device, dtype=torch.float32)
+            embeds, hidden = given.to(torch.bfloat16)
+            theirs = layer.eh_proj(torch.cat([layer.enorm(embeds), layer.hnorm(hidden)], -1))
+            mine = entry(embeds, hidden, torch.empty_like(theirs))
+            found = {"eh_proj": away(mine, theirs, torch.zeros_like(theirs), "eh_proj")}
+            return found | disagreements([layer], body, theirs, batches)
 
-    return Built(body, min(_most(fused), entry.gemv.max_tokens), compare, entry)
+    return Built(body, min(_most(fused), entry.max_tokens), compare, entry)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -219,8 +224,10 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _layer(kernels: Kernels, layer: Any) -> FusedLayer:
+    attention, norm = layer.self_attn, norm_of(layer.input_layernorm)
+    is_kda = isinstance(attention, BailingMoeV3KimiDeltaAttention)
     return FusedLayer(
-        attention_layer(kernels, layer.self_attn, norm_of(layer.input_layernorm)),
+        kda_layer(kernels, attention, norm) if is_kda else mla_layer(kernels, attention, norm),
         mlp_layer(kernels, layer.mlp, norm_of(layer.post_attention_layernorm)),
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_ling.quant.jit import Gpu, Kernel, build
 
+VALUE = 128  # outputs of a head
 _WARPS = 4
 
 
@@ -59,6 +60,11 @@ def unsupported(shape: MlaShape) -> str | None:
         (shape.hidden % 256 == 0, f"hidden size {shape.hidden} is not a multiple of 256"),
     )
     return next((reason for holds, reason in rules if not holds), None)
+
+
+def has_clusters(gpu: Gpu) -> bool:
+    """Whether CTAs of this GPU can share memory."""
+    return int(gpu.arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
 def defines(shape: MlaShape, pdl: bool) -> dict[str, int | str]:

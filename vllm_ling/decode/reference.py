@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from vllm_ling.cpu.kda_math import kda_steps, l2_normalize, log_decay, short_conv
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaWeights
+from vllm_ling.decode.mla_attention import LatentWeights, MlaBatch
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaShape, MlaWeights
 
 
@@ -75,3 +76,30 @@ def mla_prepare_reference(
         key=turned(key.unsqueeze(1)),
         gate=F.linear(normed.float(), w.gate.float()).sigmoid(),
     )
+
+
+def mla_attention_reference(
+    made: MlaInputs, latent: LatentWeights, batch: MlaBatch, scale: float
+) -> torch.Tensor:
+    """What `MlaAttention` computes of what `mla_prepare_reference` made, float32 [tokens, heads * 128].
+
+    Writes the tokens' rows of the cache, rounded to its dtype, before it attends.
+    """
+    tokens, heads, _ = made.query.shape
+    size, nope = batch.cache.shape[1], latent.key.shape[1]
+    for token, slot in enumerate(batch.slots.tolist()[:tokens]):
+        if slot >= 0:
+            batch.cache[slot // size, slot % size] = torch.cat([made.latent[token], made.key[token, 0]])
+    query = torch.einsum("thp,hpl->thl", made.query[..., :nope], latent.key.float())
+    query = torch.cat([query, made.query[..., nope:]], -1)
+    out = torch.zeros(tokens, heads, latent.value.shape[2], device=query.device, dtype=torch.float32)
+    starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+    for row, begin, end, length in zip(batch.blocks, starts, starts[1:], lengths, strict=False):
+        keys = batch.cache[row.long()].flatten(0, 1)[:length].float()
+        for token in range(begin, end):
+            seen = keys[: length - (end - 1 - token)]
+            weights = (query[token] @ seen.T * scale).softmax(-1)
+            out[token] = torch.einsum(
+                "hl,hlv->hv", weights @ seen[:, : latent.key.shape[2]], latent.value.float()
+            )
+    return out.flatten(1)

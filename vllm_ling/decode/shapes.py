@@ -40,7 +40,7 @@ def fused_shapes(shape: LingShape) -> FusedShapes:
         asked += [((2 * shape.intermediate_size,), hidden, "norm")]
         asked += [((hidden,), shape.intermediate_size, "swiglu")]
     if shape.num_nextn_predict_layers:
-        asked += [((hidden,), 2 * hidden, "none")]  # eh_proj
+        asked += [((hidden,), 2 * hidden, "joined")]  # eh_proj
     gemv = [
         GemvShape(sum(parts), k, False, prologue=prologue, parts=parts if len(parts) > 1 else ())
         for parts, k, prologue in asked

@@ -25,7 +25,10 @@ _MAX_RECORD = 1 << 20
 
 
 def read_records(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Status record by process name: this process's own, and those that others wrote into `folder`."""
+    """Status record by process name: this process's own, and those that others wrote into `folder`.
+
+    Workers of several engines have the same names; from the second on the process id is put behind it.
+    """
     records = {"APIServer": STATUS.as_dict()}
     for path in sorted(folder.glob("*.json")) if folder else []:
         try:
@@ -35,7 +38,7 @@ def read_records(folder: Path | None) -> dict[str, dict[str, Any]]:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # being replaced, or not ours
         if isinstance(record, dict) and name != "MainProcess":
-            records[name] = record
+            records[name if name not in records else f"{name} {path.stem}"] = record
     return records
 
 
@@ -68,7 +71,7 @@ def config_labels(vllm_config: Any) -> dict[str, str]:
     labels["k"] = str(speculative.num_speculative_tokens) if speculative else "0"
     labels["method"] = str(speculative.method) if speculative else "None"
     options = parse_options(vllm_config.additional_config)
-    for option in ("inject_fault", "on_fault", "lm_head", "moe", "linear", "decode"):
+    for option in ("inject_fault", "on_fault", "lm_head", "moe", "linear", "decode", "draft_gate"):
         labels[option] = str(getattr(options, option))
     return labels
 

@@ -41,4 +41,5 @@ INFO_FACTS = {
     "moe": "serve.moe_option",
     "linear": "serve.linear_option",
     "decode": "serve.decode_option",
+    "draft_gate": "serve.draft_gate_option",
 }

@@ -11,7 +11,6 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_ling.compat import ARCHITECTURE
-from vllm_ling.options import parse_options
 from vllm_ling.spec_decode.guard import DraftGuard
 from vllm_ling.status import alarm, info, shared_folder, warning
 
@@ -86,21 +85,15 @@ def _register(vllm_config: Any) -> Any:
 
 
 def _guard(vllm_config: Any) -> DraftGuard | None:
-    """The guard of this server's drafts; its break-even is the byte model's for a context of 1,024 tokens, if known."""
+    """The guard of this server's drafts; its break-even is the byte model's, if known."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.num_speculative_tokens:
         return None
     k = speculative.num_speculative_tokens
     try:
-        from vllm_ling.roofline.bytes import ByteModel, HeadFormat
-        from vllm_ling.roofline.models import model_shape
-        from vllm_ling.spec_decode.draft_vocab import load_draft_vocab
+        from vllm_ling.roofline.served import served_bytes
 
-        options = parse_options(vllm_config.additional_config)
-        shape = model_shape(vllm_config.model_config.model)
-        rows = options.draft_vocab and len(load_draft_vocab(options.draft_vocab, shape.vocab_size).ids)
-        head: HeadFormat = "bf16" if options.lm_head == "bf16" else "fp8"
-        model = ByteModel(shape, head=head, context=1024, draft_rows=rows or None)
+        model = served_bytes(vllm_config)
         break_even = model.round_bytes(k) / model.step_bytes(1)
     except Exception as error:
         info(

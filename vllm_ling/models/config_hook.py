@@ -24,9 +24,11 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.options import parse_options
         from vllm_ling.quant.head import head_facts
         from vllm_ling.quant.head_policy import choose_head
+        from vllm_ling.spec_decode.draft_argmax import choose_draft_argmax
         from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
+        from vllm_ling.spec_decode.gate_setup import set_up
         from vllm_ling.spec_decode.refusals import DraftFacts, refuse
-        from vllm_ling.status import share
+        from vllm_ling.status import choose, share
 
         share()
         options = parse_options(vllm_config.additional_config)
@@ -46,9 +48,17 @@ class LingConfigHook(VerifyAndUpdateConfig):
                 tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             )
         )
+        if draft is not None:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            argmax, reason = choose_draft_argmax(
+                draft, ranks, current_platform.is_cuda(), options.draft_gate != "off"
+            )
+            choose("draft tokens", "argmax" if argmax else "logits", reason)
+            draft.use_local_argmax_reduction = argmax
         if options.draft_vocab is not None:
             known = tokenizer_hash(resolve_model(target.model))
             load_draft_vocab(options.draft_vocab, target.hf_config.vocab_size, known)
+        set_up(vllm_config, cpu=current_platform.is_cpu())
         if current_platform.is_cpu():
             from vllm_ling.cpu.install import install_cpu_layers
             from vllm_ling.cpu.settings import apply_cpu_settings

@@ -39,6 +39,11 @@ def takes(most: int, model: str) -> Evidence:
     return record(choices=chosen(**changes))
 
 
+def proven(*leave: str) -> dict[str, str]:
+    """The record's proofs without some."""
+    return {code: text for code, text in GPU_RECORD["proofs"].items() if code not in leave}
+
+
 def unhonoured(reason: str) -> Evidence:
     """A log with the warning of ling.decode=fused, and without the arguments that ask for it."""
     said = f"ling.decode=fused cannot be honoured ({reason}); vLLM's layers decode"
@@ -105,10 +110,27 @@ DECODE = [
         record(
             choices=chosen(
                 target_decode_check=("unknown", "3 state slots are too few for 5 groups of layers")
-            )
+            ),
+            proofs=proven("target_decode"),
         ),
         record(choices=chosen(target_decode_check=("ok", "compared at a later batch"))),
         record(choices=chosen("target decode")),
+    ),
+    Fault(
+        "no comparison of the fused path recorded",
+        "decode_path",
+        "unknown",
+        "the target's fused path is taken, and no comparison",
+        without(LOG, "PROOF ok: target_decode"),
+        LOG,
+    ),
+    Fault(
+        "no comparison of the draft's fused path recorded, live",
+        "decode_path",
+        "unknown",
+        "the draft's fused path is taken, and no comparison",
+        record(proofs=proven("draft_decode")),
+        LIVE,
     ),
     Fault(
         "draft on layers",

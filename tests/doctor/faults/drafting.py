@@ -1,15 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injected faults: drafting and acceptance."""
 
-from tests.doctor.evidence import LIVE, LOG, but, lines, live, without
-from tests.doctor.faults.common import IDLE, LITTLE, NO_OWN_SERIES, Fault, accepted
+from tests.doctor.evidence import LIVE, LOG, Evidence, but, chosen, lines, live, without
+from tests.doctor.faults.common import IDLE, LITTLE, NO_OWN_SERIES, Fault, accepted, ling, record
 
 _GUARD = "(APIServer pid=100) ERROR 12-01 10:05:00 [status.py:121] vllm-ling: "
 TAIL_ALARM = f"{_GUARD}ALARM draft_tail: the last 1 of 3 draft positions are practically never accepted\n"
 NOISE_ALARM = f"{_GUARD}ALARM draft_chance: drafts are noise\n"
 NOISE_OVER = f"{_GUARD}draft_chance: over: accept length 2.60 over 2000 rounds\n"
 
+NO_GRAPHS = "CUDA graphs of one request cover [3] draft tokens, and no shorter verification"
+
+
+def gate(choice: str, reason: str) -> Evidence:
+    """A live server that recorded this of its draft gate."""
+    gated = {"draft_gate": {"what": "draft_gate", "choice": choice, "reason": reason}}
+    return record(choices=chosen() | gated)
+
+
 DRAFTING = [
+    Fault(
+        "draft gate without graphs",
+        "draft_gate",
+        "warn",
+        NO_GRAPHS,
+        gate("off", NO_GRAPHS),
+        gate("bytes", "verifies 0 to 3 draft tokens"),
+        NO_OWN_SERIES,
+    ),
+    Fault(
+        "draft gate without graphs, by log",
+        "draft_gate",
+        "warn",
+        "ling.draft_gate=bytes does not run",
+        lines(
+            LOG,
+            ling(draft_gate="bytes"),
+            (r"^(.*vllm-ling: )lm_head = .*$", rf"\g<0>\n\1draft_gate = off ({NO_GRAPHS})"),
+        ),
+        LOG,
+        lines(LOG, ling(draft_gate="bytes")),
+    ),
     Fault("accepted at chance", "accept_length", "fail", "noise", accepted(0.01, 0.0, 0.0), LIVE, IDLE),
     Fault(
         "accepted at chance, by log",

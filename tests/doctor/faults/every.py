@@ -8,6 +8,7 @@ from tests.doctor.faults.drafting import DRAFTING
 from tests.doctor.faults.experts import EXPERTS
 from tests.doctor.faults.head import HEAD
 from tests.doctor.faults.plugin import PLUGIN
+from tests.doctor.faults.ranks import RANKS_APART
 from tests.doctor.faults.runtime import RUNTIME
 
-FAULTS = [*COMMAND, *PLUGIN, *CHECKPOINT, *HEAD, *EXPERTS, *DECODE, *DRAFTING, *RUNTIME]
+FAULTS = [*COMMAND, *PLUGIN, *RANKS_APART, *CHECKPOINT, *HEAD, *EXPERTS, *DECODE, *DRAFTING, *RUNTIME]

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from tests.doctor.clean import BF16, FP8, bf16_tensors, fp8_tensors
 from tests.doctor.evidence import (
     GB10,
     GPU_RECORD,
@@ -16,7 +17,8 @@ from tests.doctor.evidence import (
     live,
     without,
 )
-from tests.doctor.faults.common import NO_CHECKPOINT, NO_OWN_SERIES, Fault, record, words
+from tests.doctor.faults.common import DEFAULTS, NO_CHECKPOINT, NO_OWN_SERIES, Fault, record, words
+from vllm_ling.quant.linear_policy import choose_linear
 
 
 def own_kernel(what: str, choice: str, reason: str) -> dict[str, Any]:
@@ -31,6 +33,15 @@ def measured(reason: str, what: str, choice: str) -> Evidence:
     }
     info = {"moe_backend": "auto", "moe": "auto", "linear": "stock"}
     return but(live(LIVE, info=info, record={**GPU_RECORD, "choices": choices}), gpu=GB10)
+
+
+DEFAULT_LOG = lines(LOG, DEFAULTS)
+
+
+def linear_stock(option: str, nvidia: bool) -> Evidence:
+    """A live server whose projections are vLLM's, with the reason that the policy gives."""
+    choices = chosen("linear 2", linear_decode=choose_linear(option, nvidia=nvidia, one_gpu=True))
+    return live(LIVE, info={"linear": option}, record={**GPU_RECORD, "choices": choices})
 
 
 OWN = live(
@@ -106,6 +117,52 @@ EXPERTS = [
         ),
         live(LIVE, info={"linear": "auto"}),
         NO_OWN_SERIES,
+    ),
+    Fault(
+        "decode kernels asked on another vendor's GPU",
+        "decode_kernels",
+        "fail",
+        "ling.linear=ling: the kernel needs an NVIDIA GPU",
+        linear_stock("ling", nvidia=False),
+        linear_stock("auto", nvidia=False),
+        record(choices=chosen("linear")),
+    ),
+    Fault(
+        "decode kernels asked on another vendor's GPU, by the reason alone",
+        "decode_kernels",
+        "fail",
+        "ling.linear=ling: the kernel needs an NVIDIA GPU",
+        live(linear_stock("ling", nvidia=False), info={"linear": None}),
+        linear_stock("stock", nvidia=True),
+        live(LIVE, info={"linear": None}, record={**GPU_RECORD, "choices": chosen("linear")}),
+    ),
+    Fault(
+        "no decision about the projections, by default",
+        "decode_kernels",
+        "unknown",
+        "no decision about the kernels of the block-FP8 projections",
+        without(DEFAULT_LOG, "vllm-ling: linear"),
+        DEFAULT_LOG,
+    ),
+    Fault(
+        "no decision about any kernel of ours",
+        "decode_kernels",
+        "unknown",
+        "no decision about the kernels of the block-FP8 projections",
+        but(
+            without(DEFAULT_LOG, "vllm-ling: linear", "moe.decode"),
+            config=FP8,
+            tensors=fp8_tensors,
+        ),
+        but(without(DEFAULT_LOG, "vllm-ling: linear", "moe.decode"), config=BF16, tensors=bf16_tensors),
+    ),
+    Fault(
+        "no decision about any kernel of ours, format not known",
+        "decode_kernels",
+        "unknown",
+        "no decision about the kernels of the block-FP8 projections",
+        but(without(DEFAULT_LOG, "vllm-ling: linear", "moe.(?:decode|mxfp4)"), config=None),
+        but(DEFAULT_LOG, config=None),
     ),
     Fault(
         "decode kernels of the projections not honoured, by log",

@@ -7,6 +7,7 @@ for _subject in (
     "sources",
     "command",
     "plugin",
+    "ranks",
     "checkpoint",
     "head",
     "experts",

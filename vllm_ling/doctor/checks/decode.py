@@ -12,7 +12,7 @@ from vllm_ling.doctor.finding import Verdict, fail, ok, unknown, warn
 from vllm_ling.doctor.registry import check
 
 # The byte model counts bytes, and these are the same on both paths; measured in eval/results/h200-decode.json.
-_COST = "the same bytes in 1345 launches per token instead of 240: 5.31 ms where the fused path takes 2.68, on an H200"
+_COST = "the same bytes in 6 times the launches per token: 2.4 times the fused path's GPU time, on an H200"
 # What models/ling.py and spec_decode/mtp.py say on several GPUs; the latter also of a draft with several layers.
 _ONE_GPU, _ONE_GPU_DRAFT = "it serves one GPU", "not one layer on one GPU"
 _LIMIT = re.compile(r"up to (\d+) tokens")
@@ -44,7 +44,8 @@ def decode_path(facts: Facts) -> Verdict:
     ling.decode=auto does so only where experts and projections are read by the plugin's kernels (ling.moe, ling.linear)
     and the shapes fit; else vLLM's layers decode, with one line in the log and no error. Both paths read the same
     bytes, so no figure of the byte model shows it: what differs is the number of launches per token. Before its first
-    graph the path is compared with vLLM's layers; where that could not be done, nothing says that it computes the same.
+    graph the path is compared with vLLM's layers (PROOF ok: target_decode, draft_decode); without that proof nothing
+    says that it computes the same.
     """
     if device(facts) != "cuda":
         return ok(_NOT_FOR_IT)
@@ -64,8 +65,13 @@ def decode_path(facts: Facts) -> Verdict:
             verdict = _on_layers(facts, model, str(reason))
             if verdict.outcome != "ok":
                 return verdict
-        checked, why = choices.get(f"{model} decode check", ("ok", ""))
-        if choice == "fused" and checked == "unknown":
+        elif f"{model}_decode" not in facts["record.proofs"]:
+            checked, why = choices.get(f"{model} decode check", ("", ""))
+            if checked != "unknown":
+                return unknown(
+                    f"the {model}'s fused path is taken, and no comparison of it with vLLM's layers is recorded",
+                    "serve with a vllm-ling that compares them at load, and read its whole log or --url",
+                )
             return unknown(
                 f"the {model}'s fused path was not compared with vLLM's layers: {why}",
                 "where state slots are too few, a higher --gpu-memory-utilization gives the cache more",

@@ -26,6 +26,11 @@ def _length(facts: Facts) -> float:
     return length
 
 
+def _gated(facts: Facts) -> bool:
+    """Whether the draft gate runs: then rounds are shorter than k, and what they read cannot be told from k."""
+    return bool(facts.get("record.choices", {}).get("draft_gate", ["off"])[0] != "off")
+
+
 @check("log", "live")
 def accept_length(facts: Facts) -> Verdict:
     """Tokens per verify step are well above 1, over the last seconds and not since boot.
@@ -55,6 +60,8 @@ def accept_length(facts: Facts) -> Verdict:
 
 
 def _loss(facts: Facts, k: int, length: float) -> str:
+    if _gated(facts):
+        return ""
     gain = costs.speculation_gain(facts, k, length)
     return f"reads {1 / gain:.1f} times the bytes of plain decoding per token" if gain and gain < 1 else ""
 
@@ -75,6 +82,10 @@ def draft_positions(facts: Facts) -> Verdict:
             f"no position is accepted ({shown})",
             "see accept_length; until it is mended, leave --speculative-config out",
             costs.useless_drafts(facts, len(rates), 0),
+        )
+    if dead and _gated(facts):
+        return ok(
+            f"accepted per position: {shown}; the draft gate verifies the others only when they are likely"
         )
     if dead:
         useful = dead[0] - 1
@@ -112,6 +123,29 @@ def draft_alarms(facts: Facts) -> Verdict:
 
 
 @check("log", "live")
+def draft_gate(facts: Facts) -> Verdict:
+    """The draft gate runs if it was asked for (ling.draft_gate).
+
+    It needs the draft's probabilities, the byte model of the checkpoint and, with CUDA graphs, graphs of every draft
+    length; where one is missing, every draft token is verified as without it, and one line in the log says why.
+    """
+    if not facts["serve.k"]:
+        return ok("no speculation")
+    choices = facts["record.choices"]
+    asked = facts.get("serve.draft_gate_option") or facts.get("serve.ling", {}).get("draft_gate", "off")
+    if "draft_gate" not in choices:
+        if asked == "off":
+            return ok("every draft token is verified (ling.draft_gate=off)")
+        return unknown(f"ling.draft_gate={asked} was asked for, and the plugin recorded no decision about it")
+    choice, reason = choices["draft_gate"]
+    if choice == "off":
+        return warn(
+            f"ling.draft_gate={asked} does not run: {reason}", "leave ling.draft_gate out, or --enforce-eager"
+        )
+    return ok(f"draft_gate = {choice} ({reason})")
+
+
+@check("log", "live")
 def speculation_pays(facts: Facts) -> Verdict:
     """At the measured accept length, a speculative round reads fewer bytes per token than plain decoding.
 
@@ -128,6 +162,8 @@ def speculation_pays(facts: Facts) -> Verdict:
             facts["checkpoint.format"]
         return unknown("the byte model knows no MTP layer in this checkpoint")
     said = f"k = {k} at accept length {length:.2f}: {gain:.2f} times as fast as plain decoding, by bytes"
+    if gain < 1 and _gated(facts):
+        return unknown(f"the draft gate verifies fewer than {k} tokens a round, so its bytes are not known")
     if gain < 1:
         better = max(range(k), key=lambda fewer: _shorter(facts, fewer, length, k))
         fix = f"num_speculative_tokens {better}" if better else "leave --speculative-config out"

@@ -12,6 +12,8 @@ _DECODE = "moe decode"  # the plugin's own kernel for few tokens, beside the bac
 _MEASURED = (
     "auto measured "  # how the reason of ling.moe=auto begins where it timed the backends (quant/moe_auto.py)
 )
+# Reasons for vLLM's GEMM that are as meant (quant/linear_policy.py); ling.linear=ling with another choice is not.
+_MEANT = ("ling.linear=stock", "ling.linear=auto:")
 _SLOW = {"EMULATION": "dequantizes the experts at every call"}
 _8_BIT_ACTIVATIONS = ("MXFP8", "_FP8", "MXFP4_MXFP4")
 _ALIASES = {
@@ -165,17 +167,7 @@ def decode_kernels(facts: Facts) -> Verdict:
     They are built and compared with vLLM's path at load. One that cannot be built, or that disagrees, leaves the work
     to vLLM: the server runs as before, without the speed that was meant.
     """
-    given = facts.get("serve.ling", {})
-    asked = {
-        name
-        for name, option in (
-            ("moe", facts.get("serve.moe_option")),
-            ("linear", facts.get("serve.linear_option")),
-        )
-        if "ling" in (option, given.get(name))
-    }
-    if _measured(facts).startswith(f"{_MEASURED}ling "):
-        asked.add("moe")
+    asked = _asked_kernels(facts)
     if device(facts) == "cpu":
         return ok("decode kernels are for GPUs; on a CPU ling means torch")
     own = {
@@ -184,21 +176,37 @@ def decode_kernels(facts: Facts) -> Verdict:
         if what in (_DECODE, "lm_head decode kernel") or what.startswith("linear ")
     }
     for what, (choice, reason) in own.items():
-        # A reason that names the option is what was asked for.
-        if choice in ("stock", "none") and not str(reason).startswith("ling.linear="):
-            judge = fail if ("moe" if what == _DECODE else "linear") in asked else warn
+        if choice in ("stock", "none") and not str(reason).startswith(_MEANT):
+            explicit = str(reason).startswith("ling.linear=ling")
+            judge = fail if explicit or ("moe" if what == _DECODE else "linear") in asked else warn
             return judge(
                 f"{what} = {choice}: {reason}",
                 "mend what the reason names (vllm-ling tune builds kernels ahead), or give the option's value stock",
             )
     if "moe" in asked and _DECODE not in own:
         return unknown("the MoE kernel was asked for, but the plugin recorded no decision about it")
-    if "linear" in asked and not any(what.startswith("linear ") for what in own):
-        return unknown("ling.linear=ling was asked for, but the plugin recorded no decision about it")
+    if not any(what.startswith("linear ") for what in own):
+        if "linear" in asked:
+            return unknown("ling.linear=ling was asked for, but the plugin recorded no decision about it")
+        # With vLLM's GEMM everywhere, one line says so.
+        stored = facts.get("checkpoint.format") or experts_format(facts)
+        if stored not in ("bf16", "int4"):
+            return unknown(
+                "the plugin recorded no decision about the kernels of the block-FP8 projections",
+                "see plugin_active; if it is active, read the server's whole log (--log) or --url",
+            )
     ours = sorted(what for what, (choice, _) in own.items() if choice == "ling")
     return ok(
         f"on the plugin's own kernels: {', '.join(ours)}" if ours else "no decode kernel has a part here"
     )
+
+
+def _asked_kernels(facts: Facts) -> set[str]:
+    """Which of "moe" and "linear" were asked of the plugin's kernels, or measured fastest."""
+    given = facts.get("serve.ling", {})
+    options = {name: facts.get(f"serve.{name}_option") for name in ("moe", "linear")}
+    asked = {name for name, option in options.items() if "ling" in (option, given.get(name))}
+    return asked | ({"moe"} if _measured(facts).startswith(f"{_MEASURED}ling ") else set())
 
 
 @check("log", "live")

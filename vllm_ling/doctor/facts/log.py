@@ -4,16 +4,16 @@
 Nothing that was read is executed, and a damaged line takes only its own facts away.
 """
 
-import ast
 import re
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_ling.doctor.facts import log_lines, wording
 from vllm_ling.doctor.facts.drafts import accept_length, draft_tokens
+from vllm_ling.doctor.facts.literals import literal
+from vllm_ling.doctor.facts.ranks import RECORDED, LogRecords, put_ranks
 from vllm_ling.doctor.facts.settings import put_settings
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.phrases import PHRASES, known_version
@@ -21,8 +21,6 @@ from vllm_ling.doctor.text import clean
 
 _MOST_S = 20.0
 # Long are only the lines with the arguments and the engine's configuration.
-# `<CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>`
-_MEMBER = re.compile(r"<\w+\.(\w+): [^<>]*>")
 _LONG, _USUAL = ("arguments", "engine"), 2048
 # What a log can tell; recorded as missing, with the reason, where it does not.
 _KEYS = ("plugin.", "record.", "serve.", "log.", "recent.", "engine.", "server.")
@@ -76,16 +74,6 @@ def _unreadable(facts: Facts, path: Path, reason: str) -> None:
         facts.lacks(key, f"{path.name}: {reason}")
 
 
-def _literal(text: str) -> Any:
-    """A Python literal, as `ast.literal_eval` raises or returns it, without the warnings that odd ones print.
-
-    vLLM prints an enum member, as in its compilation config, in angle brackets; it becomes its name.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.literal_eval(_MEMBER.sub(r"'\1'", text))
-
-
 class _Reading:
     """Collects phrases; a new server start forgets the one before."""
 
@@ -99,6 +87,7 @@ class _Reading:
         self.cold_starts += "compiled" in self.once and "cached" not in self.once
         self.once = {}
         self.every: dict[str, list[list[str]]] = {}
+        self.records = LogRecords()
 
     def add(self, raw: bytes) -> None:
         self.total += 1
@@ -115,6 +104,9 @@ class _Reading:
                 if name == "plugin_failed" and name not in self.once:
                     self.every.pop("plugin_error", None)  # the cause stands in the traceback below
                 self.once.setdefault(name, groups)
+                if name in RECORDED:
+                    self.records.add(seen, name, groups)
+                    continue
                 kept = self.every.setdefault(name, [])
                 kept.append(groups)
                 if name != "exception":  # there the first ones are the cause
@@ -164,7 +156,7 @@ class _Reading:
             facts.lacks("serve.", f"{origin}: no line with the server's arguments")
             return
         try:
-            given = _literal(self.once["arguments"][0])
+            given = literal(self.once["arguments"][0])
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             facts.lacks("serve.", f"{origin}: the line with the server's arguments is damaged")
             return
@@ -191,7 +183,7 @@ class _Reading:
         if "cudagraph_mode" in found:
             facts.put("engine.cudagraph_mode", found["cudagraph_mode"], origin)
         if "capture_sizes" in found:
-            facts.put("engine.capture_sizes", _literal(found["capture_sizes"]), origin)
+            facts.put("engine.capture_sizes", literal(found["capture_sizes"]), origin)
         facts.put("serve.k", draft_tokens(found.get("k", 0)), origin)
         facts.put("serve.method", found.get("method"), origin)
         facts.put("serve.tensor_parallel_size", int(found.get("tensor_parallel_size", 1)), origin)
@@ -218,9 +210,7 @@ class _Reading:
         elif "engine" in self.once:
             facts.put("plugin.state", "absent", origin)
             facts.put("plugin.listed", "plugin_listed" in self.once, origin)
-        facts.put("record.choices", {g[0]: [g[1], g[2]] for g in self.every.get("ling_choice", [])}, origin)
-        facts.put("record.proofs", {g[0]: g[1] for g in self.every.get("ling_proof", [])}, origin)
-        facts.put("record.faults", {g[0]: g[1] for g in self.every.get("ling_fault", [])}, origin)
+        put_ranks(facts, self.records.ranks, origin)
         refused = [g[0] for g in self.every.get("ling_decode_refused", [])]
         facts.put("log.decode_refused", refused, origin)
         if facts.get("plugin.state") == "active":

@@ -11,6 +11,7 @@ from vllm_ling.doctor import phrases
 from vllm_ling.doctor.facts import pages
 from vllm_ling.doctor.facts.drafts import MOST_DRAFT_TOKENS, accept_length
 from vllm_ling.doctor.facts.pages import Page, ServerUnreadable
+from vllm_ling.doctor.facts.ranks import Rank, put_ranks
 from vllm_ling.doctor.facts.store import Facts
 from vllm_ling.doctor.text import clean
 from vllm_ling.metrics import names as series
@@ -201,10 +202,14 @@ def _ling(facts: Facts, before: Samples, after: Samples, origin: str) -> None:
     facts.put("plugin.reason", worst.get("reason", ""), origin)
     facts.put("plugin.version", worst.get("version", ""), origin)
     facts.put("plugin.processes", sorted(states), origin)
-    choices = {s["what"]: [s["choice"], s["reason"]] for s in _labels(after, series.CHOICE)}
-    facts.put("record.choices", choices, origin)
-    facts.put("record.proofs", {s["code"]: s["message"] for s in _labels(after, series.PROOF)}, origin)
-    facts.put("record.faults", {s["code"]: s["message"] for s in _labels(after, series.FAULT)}, origin)
+    ranks: dict[str, Rank] = {}
+    for s in _labels(after, series.CHOICE):
+        ranks.setdefault(s.get("process", ""), Rank()).choices[s["what"]] = [s["choice"], s["reason"]]
+    for s in _labels(after, series.PROOF):
+        ranks.setdefault(s.get("process", ""), Rank()).proofs[s["code"]] = s["message"]
+    for s in _labels(after, series.FAULT):
+        ranks.setdefault(s.get("process", ""), Rank()).faults[s["code"]] = s["message"]
+    put_ranks(facts, ranks, origin)
     if series.DRAFT_ALARM in after:
         standing = {s["alarm"]: _ALARMS.get(s["alarm"], origin) for s in _labels(after, series.DRAFT_ALARM)}
         facts.put("recent.alarms", standing, origin)

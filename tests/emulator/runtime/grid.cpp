@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches, fibers and the scheduler; what threads do together is in sync.cpp.
+#include "grid.h"
+
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+Grid *grid;
+Thread *self;
+
+static const Word PATIENCE = 20000;             // passes of each warp without anything getting done
+
+static char *reserve(size_t bytes) {
+  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) abort();
+  return (char *)p;
+}
+
+Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1) {
+  unsigned count = l.grid_x * l.grid_y, warps_each = (l.threads + 31) / 32;
+  for (int i = 0; i < 8; i++) random();
+  threads.resize((size_t)count * l.threads), warps.resize((size_t)count * warps_each), ctas.resize(count), clusters.resize(count / l.cluster);
+  for (unsigned c = 0; c < count; c++) {
+    Cta &cta = ctas[c];
+    cta.number = c, cta.live = l.threads, cta.index = {c % l.grid_x, c / l.grid_x, 0};
+    cta.cluster = &clusters[c / l.cluster];
+    cta.cluster->threads += l.threads;
+    for (unsigned t = 0; t < l.threads; t++) {
+      Thread &thread = threads[(size_t)c * l.threads + t];
+      thread.cta = &cta, thread.number = t, thread.lane = t % 32, thread.warp = &warps[c * warps_each + t / 32];
+      thread.warp->number = c * warps_each + t / 32;
+      make_ready(*thread.warp, 1u << t % 32);
+    }
+  }
+  live = threads.size();
+  stacks = reserve(threads.size() * STACK);
+  arena = reserve(count * WINDOW);
+  for (size_t i = 0; i < threads.size(); i++) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
+  for (unsigned c = 0; c < count; c++) mprotect(arena + (c + 1) * WINDOW - PAGE, PAGE, PROT_NONE);
+  strategy = (decltype(strategy))(random() % 4);
+  laziness = random() % 3;
+  slow_cta = random() % count, slow_warp = random() % warps.size();
+}
+
+Grid::~Grid() {
+  munmap(stacks, threads.size() * STACK);
+  munmap(arena, ctas.size() * WINDOW);
+}
+
+Word Grid::random() {
+  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+  return state >> 16;
+}
+
+void Grid::make_ready(Warp &warp, unsigned lanes) {
+  warp.ready |= lanes;
+  if (!warp.queued) warp.queued = true, queue.push_back(warp.number);
+}
+
+// Fibers: ucontext makes them, setjmp switches between them, as swapcontext would ask the kernel each time.
+void fiber_main() {
+  grid->launch.call(grid->launch.arguments);
+  if (grid->launch.pdl && !self->waited) grid->fail("ends without having waited for its producer");
+  if (!self->open.empty() || self->arrived) grid->fail("ends in the midst of a copy or a barrier");
+  self->ended = true, self->cta->live--, grid->live--;
+  grid->progress_at = grid->passes;
+  self->warp->ready &= ~(1u << self->lane);
+  grid->leave();
+  abort();
+}
+
+void Grid::leave() {
+  if (!_setjmp(self->at)) _longjmp(scheduler, 1);
+}
+void Grid::yield() { leave(); }
+void Grid::block() {
+  self->warp->ready &= ~(1u << self->lane);
+  leave();
+}
+
+void Grid::resume(Thread &thread) {
+  self = &thread;
+  threadIdx = {thread.number, 0, 0}, blockIdx = thread.cta->index;
+  if (_setjmp(scheduler)) return;
+  if (thread.begun) _longjmp(thread.at, 1);
+  thread.begun = true;
+  static ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stacks + (&thread - threads.data()) * STACK + PAGE;
+  context.uc_stack.ss_size = STACK - PAGE;
+  context.uc_link = nullptr;
+  makecontext(&context, fiber_main, 0);
+  setcontext(&context);
+}
+
+void Grid::fail(const std::string &what) {
+  problem = "CTA " + std::to_string(self->cta->index.x) + "," + std::to_string(self->cta->index.y) + " thread " +
+            std::to_string(self->number) + ": " + what;
+  _longjmp(scheduler, 1);
+}
+
+void on_signal(int number) {
+  grid->fail(number == SIGSEGV || number == SIGBUS ? "touches memory that is not there" : "traps");
+}
+
+// A warp's lanes one after the other, in either direction from anywhere, now and then only some of them.
+void Grid::pass(Warp &warp) {
+  unsigned first = random() % 32, step = chance(2) ? 1 : 31, some = chance(4) ? (unsigned)random() : ~0u;
+  unsigned base = (warp.number % ((launch.threads + 31) / 32)) * 32;
+  Thread *of_warp = &threads[(size_t)(warp.number / ((launch.threads + 31) / 32)) * launch.threads + base];
+  for (unsigned i = 0; i < 32 && problem.empty(); i++) {
+    unsigned lane = (first + i * step) % 32;
+    if (warp.ready & some & 1u << lane) resume(of_warp[lane]);
+  }
+}
+
+Warp &Grid::pick() {
+  size_t found = random() % queue.size();
+  auto slow = [&](size_t i) { return queue[i] == slow_warp || queue[i] / ((launch.threads + 31) / 32) == slow_cta; };
+  bool sticky = strategy == STICKY || strategy == STICKY_AND_SLOW, slowed = strategy == SLOW_ONES || strategy == STICKY_AND_SLOW;
+  if (sticky && progress_at == passes - 1 && random() % 16 && warps[last_warp].queued)
+    for (size_t i = queue.size(); i-- > 0 && i + 8 > queue.size();)
+      if (queue[i] == last_warp) found = i;
+  if (slowed && random() % 64)
+    for (int tries = 0; tries < 6 && slow(found); tries++) found = random() % queue.size();
+  Warp &warp = warps[queue[found]];
+  queue[found] = queue.back(), queue.pop_back();
+  warp.queued = false, last_warp = warp.number;
+  return warp;
+}
+
+bool Grid::all_let_start() const {
+  for (const Cta &cta : ctas)
+    if (!cta.let_start && cta.live) return false;
+  return true;
+}
+
+bool Grid::give_up(const char *why) {
+  problem = why;
+  int shown = 0;
+  for (const Thread &t : threads)
+    if (!t.ended && shown++ < 6) problem += (shown == 1 ? ": CTA " : "; CTA ") + std::to_string(t.cta->number) + " thread " + std::to_string(t.number);
+  return false;
+}
+
+bool Grid::run(Until until) {
+  static char *signal_stack = reserve(PAGE);
+  stack_t ours = {}, before_stack;
+  ours.ss_sp = signal_stack, ours.ss_size = PAGE;
+  sigaltstack(&ours, &before_stack);
+  struct sigaction action = {}, before[4];
+  const int numbers[4] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  action.sa_handler = on_signal, action.sa_flags = SA_ONSTACK | SA_NODEFER;
+  for (int i = 0; i < 4; i++) sigaction(numbers[i], &action, &before[i]);
+  grid = this;
+  blockDim = {launch.threads, 1, 1}, gridDim = {launch.grid_x, launch.grid_y, 1};
+  progress_at = passes;
+  if (until == END && !released) {
+    released = true;
+    for (Thread &t : threads)
+      if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
+  }
+
+  bool fine = true;
+  while (live && fine) {
+    if (until == CONSUMER_MAY_START && all_let_start()) break;
+    if (queue.empty()) {
+      if (!pending.empty()) {
+        deliver(random() % pending.size());
+        if (!problem.empty()) fine = false;
+        continue;
+      }
+      if (!released && until != END) {
+        if (until == PRODUCER_NEEDED) break;
+        released = true;
+        for (Thread &t : threads)
+          if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
+        continue;
+      }
+      fine = give_up("all threads wait for each other");
+      break;
+    }
+    Warp &warp = pick();
+    pass(warp);
+    if (warp.ready) make_ready(warp, 0);
+    if (!problem.empty()) fine = false;
+    if (fine) drain();
+    if (!problem.empty()) fine = false;
+    if (++passes - progress_at > PATIENCE * warps.size()) fine = give_up("nothing gets done any more");
+  }
+  while (fine && !live && !pending.empty()) {
+    deliver(pending.size() - 1);
+    fine = problem.empty();
+  }
+  grid = nullptr;
+  for (int i = 0; i < 4; i++) sigaction(numbers[i], &before[i], nullptr);
+  sigaltstack(&before_stack, nullptr);
+  return fine;
+}
+
+}  // namespace emulator
+
+using emulator::Grid;
+
+extern "C" Grid *emulator_start(const emulator::Launch *launch) { return new Grid(*launch); }
+extern "C" const char *emulator_run(Grid *grid, int until) {
+  return grid->run((Grid::Until)until) ? nullptr : grid->problem.c_str();
+}
+extern "C" void emulator_free(Grid *grid) { delete grid; }
