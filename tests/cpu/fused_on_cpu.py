@@ -3,14 +3,17 @@
 
 Run as `python fused_on_cpu.py OUT HOW`: the full-size study's engine on the small model, `HOW` being "fused", "layers"
 (vLLM's), or "one group" (every KDA layer with the state slots of the first). What the check at load finds is saved
-under "checks": on the path as it is, and with each of `FAULTS` planted; "planted" names their places.
+under "checks": on the path as it is, and with each of `FAULTS` planted where a token sees one key; "planted" names
+their places.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from vllm_ling.decode.layers import MoELayer, Projection
 from vllm_ling.decode.policy import BatchFacts
 from vllm_ling.decode.reference import (
     kda_step_reference,
+    latent_query_reference,
     mla_attention_reference,
     mla_prepare_reference,
     rms_norm,
@@ -100,6 +104,9 @@ class Attention:
 
     def __init__(self, shape: Any, latent_contiguous: bool) -> None:
         self._shape = shape
+        self.query = torch.zeros(
+            self.max_tokens, shape.heads, shape.latent + shape.rope, dtype=torch.bfloat16
+        )
 
     def __call__(
         self,
@@ -115,6 +122,7 @@ class Attention:
     ) -> Tensor:
         made = mla_prepare_reference(self._shape, projected, normed, positions, w)
         gate.copy_(made.gate)
+        self.query[: len(projected)] = latent_query_reference(made, latent)
         # The CPU backend's block table counts in sixteens; a GPU's in blocks of the cache.
         split = batch.cache.shape[1] // 16
         batch = dataclasses.replace(batch, blocks=batch.blocks[:, ::split] // split)
@@ -143,6 +151,17 @@ def _weights(layer: FusedLayer, **changes: Any) -> FusedLayer:
     return _attention(layer, weights=dataclasses.replace(layer.attention.weights, **changes))
 
 
+def _latent(layer: FusedLayer, key: FusedLayer) -> FusedLayer:
+    """With the projection of another layer's queries into the latent space."""
+    own, other = layer.attention.latent, key.attention.latent  # type: ignore[union-attr]
+
+    def weights() -> Any:
+        return dataclasses.replace(own.weights(), key=other.weights().key)
+
+    return _attention(layer, latent=dataclasses.replace(own, weights=weights))
+
+
+LATENT_QUERY = "latent query"
 # Per fault: the layer (KDA or MLA, see OTHER), its half, and the layer made wrong of it and of another one of its kind.
 Fault = tuple[int, str, Callable[[Any, Any], FusedLayer]]
 FAULTS: dict[str, Fault] = {
@@ -152,6 +171,7 @@ FAULTS: dict[str, Fault] = {
     "beta": (1, "attention", lambda a, b: _weights(a, b=b.attention.weights.b)),
     "gate": (5, "attention", lambda a, b: _weights(a, gate=b.attention.weights.gate)),
     "rotary": (5, "attention", lambda a, b: _weights(a, cos_sin=a.attention.weights.cos_sin.roll(5, 0))),
+    LATENT_QUERY: (5, "attention", _latent),
     "experts": (2, "mlp", lambda a, b: dataclasses.replace(a, mlp=b.mlp)),
     "mlp norm": (
         2,
@@ -163,12 +183,26 @@ OTHER = {1: 3, 2: 4, 5: 11}
 SLOTS = 32
 
 
+@contextmanager
+def one_key(layers: Any) -> Iterator[None]:
+    """A token sees one key, as in vLLM's warm-up; the cache's first, which is its own if it is alone."""
+    plans = get_forward_context().attn_metadata
+    with ExitStack() as stack:
+        for attention in (layer.self_attn for layer in layers if hasattr(layer.self_attn, "mla_attn")):
+            plan = plans[attention.mla_attn.mla_attn.layer_name].decode  # type: ignore[call-overload,index]
+            for tensor, value in ((plan.seq_lens, 1), (plan.block_table, 0)):
+                stack.callback(tensor.copy_, tensor.clone())
+                tensor.fill_(value)
+        yield
+
+
 class CpuPath(fused.FusedPath):
     """Plain decodes as the CPU backend plans them; the check tells what it finds and changes nothing."""
 
     one_group = False
     model: Any = None
     checks: dict[str, dict[str, float]] | None = None
+    attended = 0
 
     def _compared(self, tokens: int, batches: Mapping[str, KdaBatch]) -> bool:
         if self.checks is None:
@@ -189,6 +223,7 @@ class CpuPath(fused.FusedPath):
         ]
         caches = [cache[:SLOTS] for cache in caches]  # gigabytes in all, and few slots are in use
         kept = [cache.clone() for cache in caches]
+        self.attended = built.body.attended(tokens)
         self.checks = {"sound": built.compare(tokens, batches)}
         self.checks["put back"] = {
             str(i): float(((a != b) & ~(a.isnan() & b.isnan())).sum())
@@ -199,8 +234,11 @@ class CpuPath(fused.FusedPath):
             wrong = list(built.body.layers)
             wrong[at] = fault(wrong[at], wrong[OTHER[at]])
             body = FusedBody(wrong, built.body.space)
-            with check.redirected(layers, wrong, batches, tokens):
+            with one_key(layers), check.redirected(layers, wrong, batches, tokens):
                 self.checks[name] = check.disagreements(layers, body, stream, batches)
+                if name == LATENT_QUERY:
+                    with mock.patch.object(check, "_inputs", lambda *_: 0.0):
+                        self.checks["without inputs"] = check.disagreements(layers, body, stream, batches)
         for cache, values in zip(caches, kept, strict=True):
             cache.copy_(values)
 
@@ -270,7 +308,9 @@ def main(out: Path, how: str) -> None:
     side.Recorder.__init__ = with_path  # type: ignore[method-assign]
     found = side.run_side(side.SideSpec({}, "mini", 12, (0, 5, 11)))
     planted = {name: f"layer {at} {half}" for name, (at, half, _) in FAULTS.items()}
-    torch.save(found | {"checks": getattr(models[0]._fused, "checks", None) or {}, "planted": planted}, out)
+    path = models[0]._fused
+    found |= {"checks": getattr(path, "checks", None) or {}, "attended": getattr(path, "attended", 0)}
+    torch.save(found | {"planted": planted}, out)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,13 @@ def test_the_check_at_load_names_the_layer_that_is_wrong(runs: dict[str, Any]) -
         assert [part for part, away in found.items() if not away <= BOUND] == [place], name
 
 
+def test_only_the_inputs_show_a_wrong_query_where_a_token_sees_one_key(runs: dict[str, Any]) -> None:
+    assert runs["fused"]["attended"] == 4, "all of them by our attention"
+    assert "latent query" in runs["fused"]["planted"]
+    found = runs["fused"]["checks"]["without inputs"]
+    assert len(found) == 24 and all(away <= BOUND for away in found.values())
+
+
 def test_the_check_at_load_finds_states_of_another_group(runs: dict[str, Any]) -> None:
     found = runs["one group"]["checks"]["sound"]
     wrong = [part for part, away in found.items() if not away <= BOUND]

@@ -11,6 +11,7 @@ from tests.emulator.common import CPU, gpu_with, same_bits
 from tests.gpu.mla_case import Case, rms
 from vllm_ling.decode.mla_attention import MlaAttention
 from vllm_ling.decode.mla_prepare import MlaShape
+from vllm_ling.decode.reference import latent_query_reference, mla_prepare_reference
 from vllm_ling.quant.jit import Gpu
 
 RMS = 1e-2
@@ -35,6 +36,9 @@ def check(emulator: Emulator, kernel: MlaAttention, case: Case, early: bool = Tr
     gate, out = case.outputs()
     with emulator.starts(early, case.projected, case.normed):
         case.run(kernel, ours, gate, out)
+    made = mla_prepare_reference(case.shape, case.projected, case.normed, case.positions, case.weights)
+    assert rms(kernel.query[: case.tokens], latent_query_reference(made, case.latent)) < RMS
+    assert kernel.query[case.tokens :].isnan().all(), "of no token"
     real = case.tokens - case.padding
     assert rms(out[:real], exact[:real]) < RMS
     assert not out[real:].any(), "tokens of no sequence give zeros"

@@ -10,6 +10,7 @@ import torch
 
 from vllm_ling.decode import check, compared, fused
 from vllm_ling.decode.check import BOUND, Inconclusive, NotChecked, away
+from vllm_ling.decode.check_inputs import vllm_inputs
 from vllm_ling.decode.compared import Kind, kind_of
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import KdaLayer
@@ -40,7 +41,8 @@ def path(*answers: Any, option: str = "auto") -> tuple[Any, list[int]]:
             raise answer
         return dict(answer)
 
-    built: Any = fused.Built(SimpleNamespace(), 8, compare)  # type: ignore[arg-type]
+    body: Any = SimpleNamespace(attended=lambda tokens: 0)
+    built: Any = fused.Built(body, 8, compare)
     made = fused.FusedPath("target", option, lambda device: built)
     made._facts = lambda tokens, unusual: (BatchFacts(tokens, 8), {})  # type: ignore[method-assign]
     return made, calls
@@ -115,6 +117,8 @@ def test_kinds() -> None:
     assert kind_of(4, verification(1, 4)) == Kind(4, 4, several=True)
     assert kind_of(4, verification(4, 4)) == Kind(4, 4), "room for drafts, but one token each"
     assert str(Kind(4, 4, several=True)) == "4 tokens, several of a sequence" and str(Kind(1)) == "1 token"
+    assert kind_of(1, {}, 2) == Kind(1, attended=2) and kind_of(1, plain, 2) == Kind(1, 1, attended=2)
+    assert str(Kind(1, attended=2)) == "1 token, our attention in 2 layers"
 
 
 def test_every_kind_is_compared_before_it_serves(record: Status) -> None:
@@ -143,6 +147,26 @@ def test_several_tokens_of_a_sequence_show_what_one_does(record: Status) -> None
     assert taken(made) and calls == [2]
     batches = verification(2, 2)
     assert taken(made) and calls == [2, 2], "another KDA kernel"
+
+
+def test_our_attention_and_vllms_are_compared_apart(record: Status) -> None:
+    """A draft's batch may hold a prompt or not, at the same number of tokens."""
+    made, calls = path(SOUND)
+    made._built = made._build(torch.device("cpu"))
+    for attended, compared_so_far in ((0, 1), (3, 2), (0, 2), (3, 2)):
+        made._built.body.attended = lambda tokens, found=attended: found
+        assert taken(made) and len(calls) == compared_so_far
+
+
+def test_a_batch_that_our_attention_cannot_read_leaves_vllms_layers(record: Status) -> None:
+    def unreadable(tokens: int) -> int:
+        raise AttributeError("no seq_lens")
+
+    made, calls = path(SOUND)
+    made._built = made._build(torch.device("cpu"))
+    made._built.body.attended = unreadable
+    assert not taken(made) and not calls
+    assert "AttributeError: no seq_lens" in record.choices["target decode"].reason
 
 
 def test_a_kind_that_disagrees_ends_the_path_for_all(record: Status) -> None:
@@ -255,6 +279,66 @@ def test_a_query_that_one_key_hides_is_found() -> None:
     assert not attention._forward_pre_hooks and not attention.kv_cache.any(), "everything is put back"
 
 
+class Whole(torch.nn.Module):
+    """vLLM's attention over one key of three latents and one rotary value, which comes out."""
+
+    W_UK_T = torch.tensor([[[1.0, 2, 0], [0, 1, 0], [3, 0, 1]]])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_cache = torch.zeros(2, 16, 4)
+
+    def forward(self, query: torch.Tensor, latent: torch.Tensor, key: torch.Tensor, **_: Any) -> torch.Tensor:
+        row = torch.cat([latent, key[:, 0]], -1)
+        self.kv_cache[0, : len(row)] = row
+        return row
+
+
+class Own:
+    """An MLA layer's half, vLLM's (called with positions last) or ours, which attends with a kernel of its own."""
+
+    prefix = "mla"
+
+    def __init__(self, attention: Whole, turn: float = 1.0, absorb: float | None = 1.0) -> None:
+        self.mla_attn = SimpleNamespace(mla_attn=attention)
+        self.turn, self.absorb = turn, absorb
+        self.latent = SimpleNamespace(
+            kernel=SimpleNamespace(query=torch.ones(8, 1, 4)),
+            weights=lambda: SimpleNamespace(key=attention.W_UK_T),
+            batch=lambda tokens: SimpleNamespace(cache=attention.kv_cache, slots=torch.arange(8)),
+        )
+
+    def __call__(self, x: torch.Tensor, *rest: Any) -> Any:
+        attend = self.mla_attn.mla_attn
+        if len(rest) == 1:
+            return attend(x.view(-1, 1, 4), x[:, :3], x[:, None, 3:])
+        if self.absorb is not None:
+            plain = torch.einsum("tp,pl->tl", x[:, :3], self.absorb * attend.W_UK_T[0])
+            self.latent.kernel.query[: len(x), 0] = torch.cat([plain, self.turn * x[:, 3:]], -1)
+        x += attend.forward(x, x[:, :3], x[:, None, 3:])
+        return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, 0), ({"absorb": 1.3}, 0.3), ({"turn": 1.4}, 0.4), ({"absorb": None}, math.nan)],
+    ids=["sound", "another projection", "another rotation", "never written"],
+)
+def test_our_attentions_queries_are_compared_in_the_latent_space(changes: Any, found: float) -> None:
+    attention = Whole()
+    stock, ours = layer_of(Own(attention)), Own(attention, **changes)
+    body: Any = SimpleNamespace(layers=[SimpleNamespace(attention=ours, mlp=good_mlp)], space=None)
+    away = check.disagreements([stock], body, STREAM, {})["layer 0 attention"]
+    assert away == pytest.approx(found, nan_ok=True)
+    assert not attention.kv_cache.any()
+
+
+def test_where_vllms_attention_serves_both_sides_are_called() -> None:
+    ours: Any = Half(Attention(), turn=1.3)
+    ours.latent = SimpleNamespace(batch=lambda tokens: None)
+    assert compare(ours, good_mlp, STREAM)["layer 0 attention"] == pytest.approx(0.3)
+
+
 def test_attention_that_was_not_seen_shows_nothing() -> None:
     with pytest.raises(Inconclusive, match="layer 0 attention does not call"):
         compare(Half(Attention(), calls=False), good_mlp, STREAM)
@@ -262,7 +346,7 @@ def test_attention_that_was_not_seen_shows_nothing() -> None:
 
 def test_hooks_go_when_a_half_fails() -> None:
     attention = Attention()
-    with pytest.raises(RuntimeError), check.attention_inputs(layer_of(Half(attention))):
+    with pytest.raises(RuntimeError), vllm_inputs(layer_of(Half(attention))):
         raise RuntimeError
     assert not attention._forward_pre_hooks
 

@@ -31,6 +31,11 @@ class FusedBody:
         self.layers, self.space = tuple(layers), space
         self.taps: dict[int, torch.Tensor] | None = None
 
+    def attended(self, tokens: int) -> int:
+        """How many MLA layers attend with our kernel in the current batch of `tokens` tokens."""
+        kernels = [layer.attention.latent for layer in self.layers if isinstance(layer.attention, MlaLayer)]
+        return sum(kernel is not None and kernel.batch(tokens) is not None for kernel in kernels)
+
     def __call__(
         self, residual: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, KdaBatch]
     ) -> torch.Tensor:

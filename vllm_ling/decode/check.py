@@ -4,10 +4,7 @@
 Each half of each layer (attention, MLP) gets the same stream as vLLM's half, from the same states, and what it adds to
 the stream and to the states is compared. A weight, norm, gate or state slot that went to the wrong place shows here:
 none of them needs to change a greedy token. The states lie in slots of the check's own, other ones in each group of
-layers as in service, and every byte is put back.
-
-What enters MLA's attention is compared too: in vLLM's warm-up a sequence is no longer than its batch, so one token sees
-one key, and its query changes nothing.
+layers as in service, and every byte is put back. What enters MLA's attention is compared too (`check_inputs.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +17,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 
 from vllm_ling.decode.body import FusedBody, FusedLayer
+from vllm_ling.decode.check_inputs import in_one_form, our_inputs, vllm_inputs
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.decode.layers import KdaLayer, MlaLayer
 from vllm_ling.status import info
@@ -101,17 +99,18 @@ def _attention(
     what: str,
 ) -> tuple[Tensor, float]:
     """The stream after vLLM's half, and how far ours is from it."""
+    tokens = stream.shape[0]
     regions = _regions(theirs, ours, batches)
     kept = [region.read() for region in regions]
     try:
         begin = [_random(values, generator) for values in kept]
-        positions = _positions(ours, stream.shape[0], stream.device)
+        positions = _positions(ours, tokens, stream.device)
         _write(regions, begin)
-        with attention_inputs(theirs) as right_inputs:
+        with vllm_inputs(theirs) as right_inputs:
             right = _stock_attention(theirs, stream, positions)
         right_states = [region.read() for region in regions]
         _write(regions, begin)
-        with attention_inputs(theirs) as my_inputs:
+        with our_inputs(theirs, ours, tokens) as my_inputs:
             mine = _our_attention(ours, body, stream, positions, batches)
         my_states = [region.read() for region in regions]
     finally:
@@ -119,13 +118,19 @@ def _attention(
     distance = away(mine, right, stream, what, _ROUNDING)
     for values in zip(my_states, right_states, begin, strict=True):
         distance = worse(distance, away(*values, f"{what}'s state"))
-    if not isinstance(ours.attention, KdaLayer) and not len(right_inputs) == len(my_inputs) == 3:
+    if isinstance(ours.attention, KdaLayer):
+        return right, distance
+    return right, worse(distance, _inputs(my_inputs, in_one_form(my_inputs, right_inputs, theirs), what))
+
+
+def _inputs(mine: Mapping[str, Tensor], right: Mapping[str, Tensor], what: str) -> float:
+    """How far what entered our attention is from what entered vLLM's."""
+    if not mine or not right:
         raise Inconclusive(f"{what} does not call vLLM's attention once with query, latent and key")
-    for my_input, right_input in zip(my_inputs, right_inputs, strict=True):
-        distance = worse(
-            distance, away(my_input, right_input, torch.zeros_like(right_input), f"{what}'s input")
-        )
-    return right, distance
+    distance = 0.0
+    for name, values in right.items():
+        distance = worse(distance, away(mine[name], values, torch.zeros_like(values), f"{what}'s {name}"))
+    return distance
 
 
 def _mlp(theirs: Any, ours: FusedLayer, body: FusedBody, before: Tensor, what: str) -> tuple[Tensor, float]:
@@ -134,25 +139,6 @@ def _mlp(theirs: Any, ours: FusedLayer, body: FusedBody, before: Tensor, what: s
     mine = before.clone()
     ours.mlp(mine, body.space)
     return right, away(mine, right, before, what, _ROUNDING)
-
-
-@contextmanager
-def attention_inputs(stock: Any) -> Iterator[list[Tensor]]:
-    """Copies of query, latent and rotary key of each call of vLLM's attention meanwhile; none for a KDA layer."""
-    seen: list[Tensor] = []
-    attention = getattr(stock.self_attn, "mla_attn", None)
-    if attention is None:
-        yield seen
-        return
-
-    def keep(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        seen.extend(tensor.clone() for tensor in inputs[:3])
-
-    handle = attention.mla_attn.register_forward_pre_hook(keep)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -25,24 +25,28 @@ class Kind:
         tokens: of the batch, rounded up to a power of two: no kernel is compiled for other counts.
         longest: tokens of a sequence that there is room for; picks the KDA kernel.
         several: some sequence holds more than one, so tokens see each other.
+        attended: MLA layers whose attention is ours; in the others it is vLLM's.
     """
 
     tokens: int
     longest: int = 1
     several: bool = False
+    attended: int = 0
 
     def __str__(self) -> str:
-        return f"{self.tokens} token{'s' * (self.tokens > 1)}{', several of a sequence' * self.several}"
+        said = f"{self.tokens} token{'s' * (self.tokens > 1)}{', several of a sequence' * self.several}"
+        return f"{said}, our attention in {self.attended} layers" if self.attended else said
 
 
-def kind_of(tokens: int, batches: Mapping[str, KdaBatch]) -> Kind:
-    """The kind of a batch of `tokens` tokens; without sequences (a draft's) tokens alone decide."""
+def kind_of(tokens: int, batches: Mapping[str, KdaBatch], attended: int = 0) -> Kind:
+    """The kind of a batch of `tokens` tokens; without sequences (a draft's) its tokens and attention decide."""
     batch = next(iter(batches.values()), None)
     rounded = 1 << (tokens - 1).bit_length()
     if batch is None:
-        return Kind(rounded)
+        return Kind(rounded, attended=attended)
     # The starts lie on the GPU; a batch with fewer sequences than tokens needs no look at them.
-    return Kind(rounded, batch.longest, batch.starts is not None and tokens > batch.slots.shape[0])
+    several = batch.starts is not None and tokens > batch.slots.shape[0]
+    return Kind(rounded, batch.longest, several, attended)
 
 
 class Comparisons:

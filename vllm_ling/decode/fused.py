@@ -130,7 +130,12 @@ class FusedPath:
     def _compared(self, tokens: int, batches: Mapping[str, KdaBatch]) -> bool:
         """Whether this kind of batch agrees with vLLM's layers; the first one outside a capture is compared."""
         assert self._built is not None
-        built, kind = self._built, kind_of(tokens, batches)
+        built = self._built
+        try:
+            kind = kind_of(tokens, batches, built.body.attended(tokens))
+        except Exception as error:
+            self._refuse(f"its attention cannot read the batch: {type(error).__name__}: {error}")
+            return False
         if self._comparisons.cover(kind):
             return True
         if torch.cuda.is_current_stream_capturing():

@@ -205,6 +205,11 @@ class MlaAttention:
         self._sums = torch.empty(rows, shape.latent, dtype=torch.float32, device=device)
         self._peaks = torch.empty(rows, 2, dtype=torch.float32, device=device)
 
+    @property
+    def query(self) -> torch.Tensor:
+        """BF16 [max_tokens, heads, latent + rope]: the last call's queries, in the latent space and rotated."""
+        return self._query
+
     def __call__(
         self,
         projected: torch.Tensor,

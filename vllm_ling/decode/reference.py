@@ -78,6 +78,12 @@ def mla_prepare_reference(
     )
 
 
+def latent_query_reference(made: MlaInputs, latent: LatentWeights) -> torch.Tensor:
+    """`MlaAttention.query` of what `mla_prepare_reference` made, float32 [tokens, heads, latent + rope]."""
+    plain, rotated = made.query.tensor_split([latent.key.shape[1]], -1)
+    return torch.cat([torch.einsum("thp,hpl->thl", plain, latent.key.float()), rotated], -1)
+
+
 def mla_attention_reference(
     made: MlaInputs, latent: LatentWeights, batch: MlaBatch, scale: float
 ) -> torch.Tensor:
@@ -86,12 +92,11 @@ def mla_attention_reference(
     Writes the tokens' rows of the cache, rounded to its dtype, before it attends.
     """
     tokens, heads, _ = made.query.shape
-    size, nope = batch.cache.shape[1], latent.key.shape[1]
+    size = batch.cache.shape[1]
     for token, slot in enumerate(batch.slots.tolist()[:tokens]):
         if slot >= 0:
             batch.cache[slot // size, slot % size] = torch.cat([made.latent[token], made.key[token, 0]])
-    query = torch.einsum("thp,hpl->thl", made.query[..., :nope], latent.key.float())
-    query = torch.cat([query, made.query[..., nope:]], -1)
+    query = latent_query_reference(made, latent)
     out = torch.zeros(tokens, heads, latent.value.shape[2], device=query.device, dtype=torch.float32)
     starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
     for row, begin, end, length in zip(batch.blocks, starts, starts[1:], lengths, strict=False):
