@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 
 from vllm_ling.errors import LingError
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
+from vllm_ling.quant.head_check import argmax_problem, logits_problem
 from vllm_ling.quant.head_probe import HeadProbe
-from vllm_ling.quant.linear_check import EXACT_BOUND, furthest, random_tokens
 from vllm_ling.quant.row_fp8 import quantize_row_fp8
 from vllm_ling.spec_decode.shared_head import head_changed
 from vllm_ling.status import choose, fault, proof
@@ -145,9 +145,7 @@ class HeadFp8Method(QuantizeMethodBase):
         self._gemv, reason = self._decode_kernel(layer)
         if self._gemv is not None and (reason := self._problem(layer)):
             self._gemv = None
-        shard = getattr(layer, "shard_indices", None)  # the draft's own rows have none
-        if self._gemv is not None and shard is not None and shard.num_org_elements == layer.org_vocab_size:
-            self._argmax, _ = self._decode_kernel(layer, argmax=True)
+        self._settle_argmax(layer)
         what = f"{self._what} decode kernel"
         if self._gemv is not None:
             choose(what, "ling", f"up to {self._gemv.max_tokens} rows with BF16 activations")
@@ -199,43 +197,49 @@ class HeadFp8Method(QuantizeMethodBase):
             return None, f"{type(error).__name__}: {error}"
 
     def _problem(self, layer: Any) -> str:
-        """Why our kernel cannot be used on these weights, or ""; the record says how far it is from an fp32 product.
-
-        The product is taken chunk by chunk of rows, so that no second copy of the weight exists.
-        """
-        from vllm_ling.quant.fp8_gemv import TOKEN_COUNTS
-
-        code = f"{self._what.replace(' ', '_')}_decode"
+        """Why our kernel cannot be used on these weights, or ""."""
         weight, scale = layer.weight, self.scale(layer)
-        try:
-            counts = [count for count in TOKEN_COUNTS if count <= self._gemv.max_tokens]
-            x = random_tokens(counts[-1], weight.shape[1], weight.device)
-            found = {count: self._product(layer, x[:count]) for count in counts}
-            distances, seen = [], []
-            for part in _chunks(weight.shape[0]):
-                if self._source == "fp8_block":
-                    blocks = scale[part.start // _BLOCK[0] : _blocks(part.stop, 0)]
-                    rows = dequantize_block_fp8(weight[part], blocks, _BLOCK)
-                else:
-                    rows = weight[part].float() * scale[part, None]
-                right = x.float() @ rows.T
-                seen.append(right.any())
-                distances += [furthest(ours[:, part], right[:count]) for count, ours in found.items()]
-            if not bool(torch.stack(seen).any()):
-                raise ValueError("it is zero")
-            away = float(torch.stack(distances).max())
-        except Exception as error:  # without evidence the head goes on without our kernel
-            return f"not compared with an fp32 product: {type(error).__name__}: {error}"
-        said = f"{away:.4f} (relative RMS of 128 rows) from an fp32 product of the loaded weights"
-        if not away <= EXACT_BOUND:
-            fault(code, f"our kernel is {said}")
-            return f"it is {said}"
-        proof(code, f"our kernel is at most {said}, {len(counts)} token counts")
-        return ""
+
+        def exact(part: slice) -> torch.Tensor:
+            if self._source != "fp8_block":
+                return weight[part].float() * scale[part, None]
+            blocks = scale[part.start // _BLOCK[0] : _blocks(part.stop, 0)]
+            return dequantize_block_fp8(weight[part], blocks, _BLOCK)
+
+        code, parts = f"{self._what.replace(' ', '_')}_decode", _chunks(weight.shape[0])
+        return logits_problem(
+            code, lambda x: self._product(layer, x), self._gemv.max_tokens, weight, parts, exact
+        )
+
+    def _settle_argmax(self, layer: Any) -> None:
+        """Takes the kernel that finds the best row without writing logits, where it finds what they say."""
+        shard = getattr(layer, "shard_indices", None)  # the draft's own rows have none
+        if self._gemv is None or shard is None or shard.num_org_elements != layer.org_vocab_size:
+            return
+        self._argmax, reason = self._decode_kernel(layer, argmax=True)
+        if self._argmax is not None:
+            reason = argmax_problem(
+                f"{self._what.replace(' ', '_')}_argmax",
+                lambda x, out: self._best(layer, x, out),
+                lambda x: self._product(layer, x),
+                self._argmax.max_tokens,
+                layer.weight,
+                layer.org_vocab_size,
+            )
+            self._argmax = None if reason else self._argmax
+        what = f"{self._what} argmax kernel"
+        if self._argmax is not None:
+            choose(what, "ling", f"up to {self._argmax.max_tokens} rows, without logits")
+        else:
+            choose(what, "none", reason)
 
     def _product(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], layer.weight.shape[0], dtype=x.dtype, device=x.device)
         return self._gemv(x, layer.weight, self.scale(layer), out)
+
+    def _best(self, layer: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        best: torch.Tensor = self._argmax(x, layer.weight, self.scale(layer), out)
+        return best
 
     def scale(self, layer: Any) -> torch.Tensor:
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
@@ -250,8 +254,7 @@ class HeadFp8Method(QuantizeMethodBase):
         if kernel is None or x.dtype != torch.bfloat16 or not 0 < x.shape[0] <= kernel.max_tokens:
             return None
         out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
-        best: torch.Tensor = kernel(x.contiguous(), layer.weight, self.scale(layer), out)
-        return best
+        return self._best(layer, x.contiguous(), out)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., rows] of hidden states `x` [..., hidden], in x's dtype."""

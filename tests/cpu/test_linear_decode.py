@@ -281,3 +281,86 @@ def test_a_head_of_zeros_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     assert head(monkeypatch, Gemv(), "fp8_row", zeros)._gemv is None
     assert "it is zero" in STATUS.choices["lm_head decode kernel"].reason
     assert not STATUS.proofs and not STATUS.faults
+
+
+class Best:
+    """Stands in for `Fp8Gemv` with `argmax`; `rows` are those it looks at, `last` the row of the last token."""
+
+    max_tokens = 8
+
+    def __init__(self, rows: int | None = None, last: Any = None, writes: bool = True) -> None:
+        self.rows, self.last, self.writes = rows, last, writes
+
+    def __call__(self, x: torch.Tensor, weight: Any, scales: Any, out: torch.Tensor) -> torch.Tensor:
+        logits = (x.float() @ (weight.float() * scales[:, None]).T).bfloat16()[:, : self.rows]
+        if self.writes:
+            out.copy_(logits.argmax(-1))
+        if self.last is not None and len(x) == self.max_tokens:
+            out[-1] = self.last(logits)
+        return out
+
+
+def head_with_argmax(monkeypatch: pytest.MonkeyPatch, best: Any, weight: Any = None) -> tuple[Any, Any]:
+    """A head of 2304 rows, 2200 of them of the vocabulary."""
+    layer: Any = torch.nn.Module()
+    if weight is None:
+        # Not the numbers that the random tokens are: each would find its own row, and the first eight only.
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(2304, 256, dtype=torch.float32, generator=generator)
+    codes, scales = quantize_row_fp8(weight)
+    layer.weight, layer.weight_scale = (Parameter(one, requires_grad=False) for one in (codes, scales))
+    layer.org_vocab_size, layer.shard_indices = 2200, SimpleNamespace(num_org_elements=2200)
+    method = HeadFp8Method("fp8_row", "fail", dummy=False, decode_kernel=True)
+    kernels = {False: (Gemv(), ""), True: (best, "" if best else "no room")}
+    monkeypatch.setattr(method, "_decode_kernel", lambda layer, argmax=False: kernels[argmax])
+    method.process_weights_after_loading(layer)
+    return layer, method
+
+
+def test_the_heads_argmax_kernel_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, method = head_with_argmax(monkeypatch, Best(2200))
+    assert "13 random tokens, 3 token counts" in STATUS.proofs["lm_head_argmax"] and not STATUS.faults
+    assert STATUS.choices["lm_head argmax kernel"].choice == "ling"
+    x = torch.randn(2, 256, dtype=torch.float32).bfloat16()
+    assert method.best_rows(layer, x).tolist() == method.apply(layer, x)[:, :2200].argmax(-1).tolist()
+
+
+def test_any_row_of_the_largest_logit_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = torch.randn(1152, 256, dtype=torch.float32)
+    twice = torch.cat([half[:1100], half[:1100], half[1100:].repeat(2, 1)])
+    _, method = head_with_argmax(
+        monkeypatch, Best(2200, last=lambda logits: (logits[-1].argmax() + 1100) % 2200), twice
+    )
+    assert method._argmax is not None and "lm_head_argmax" in STATUS.proofs
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        Best(2200, last=lambda logits: logits[-1].topk(2).indices[1]),
+        Best(2200, last=lambda logits: 2200),
+        Best(2200, last=lambda logits: -1),
+        Best(1000),
+        Best(writes=False),
+    ],
+    ids=["the second", "padding", "negative", "half of the rows", "nothing"],
+)
+def test_an_argmax_kernel_that_is_wrong_does_not_serve(monkeypatch: pytest.MonkeyPatch, best: Best) -> None:
+    layer, method = head_with_argmax(monkeypatch, best)
+    assert method._gemv is not None and method._argmax is None
+    assert method.best_rows(layer, torch.ones(1, 256, dtype=torch.bfloat16)) is None
+    assert "of 13 random tokens" in STATUS.faults["lm_head_argmax"]
+    assert "lm_head_argmax" not in STATUS.proofs and "lm_head_decode" in STATUS.proofs
+    decided = STATUS.choices["lm_head argmax kernel"]
+    assert decided.choice == "none" and "misses the largest logit" in decided.reason
+
+
+def test_an_argmax_kernel_without_evidence_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    fails.max_tokens = 8  # type: ignore[attr-defined]
+    for best, reason in ((fails, "not compared with the logits: RuntimeError: no memory"), (None, "no room")):
+        _, method = head_with_argmax(monkeypatch, best)
+        assert method._argmax is None and STATUS.choices["lm_head argmax kernel"].reason == reason
+        assert "lm_head_argmax" not in STATUS.proofs and not STATUS.faults

@@ -92,7 +92,7 @@ def test_accuracy_and_accept_length_are_the_cpus(
 def test_every_kernel_was_compared_at_load(drafts: int, runs: dict[int, EngineRun]) -> None:
     proofs = runs[drafts].status["proofs"]
     print(f"k = {drafts}: {proofs}")
-    wanted = {"linear_decode", "lm_head_decode", "moe_decode", "target_decode"}
+    wanted = {"linear_decode", "lm_head_decode", "lm_head_argmax", "moe_decode", "target_decode"}
     assert wanted | ({"draft_decode"} if drafts else set()) <= proofs.keys()
     assert ("several of a sequence" in proofs["target_decode"]) == bool(drafts)
 

@@ -119,6 +119,22 @@ EXPERTS = [
         NO_OWN_SERIES,
     ),
     Fault(
+        "the head's argmax kernel fell back, by default",
+        "decode_kernels",
+        "warn",
+        "lm_head argmax kernel = none: it misses",
+        live(
+            LIVE,
+            info={"linear": "auto"},
+            record={
+                **GPU_RECORD,
+                "choices": own_kernel("lm_head argmax kernel", "none", "it misses the largest logit"),
+            },
+        ),
+        live(LIVE, info={"linear": "auto"}),
+        NO_OWN_SERIES,
+    ),
+    Fault(
         "decode kernels asked on another vendor's GPU",
         "decode_kernels",
         "fail",

@@ -173,7 +173,7 @@ def decode_kernels(facts: Facts) -> Verdict:
     own = {
         what: verdict
         for what, verdict in facts["record.choices"].items()
-        if what in (_DECODE, "lm_head decode kernel") or what.startswith("linear ")
+        if what in (_DECODE, "lm_head decode kernel", "lm_head argmax kernel") or what.startswith("linear ")
     }
     for what, (choice, reason) in own.items():
         if choice in ("stock", "none") and not str(reason).startswith(_MEANT):
