@@ -15,12 +15,28 @@ namespace emulator {
 Grid *grid;
 Thread *self;
 
-static const Word PATIENCE = 20000;             // passes of each warp without anything getting done
+static const Word PATIENCE = 1000;  // passes of each warp without anything getting done
 
 static char *reserve(size_t bytes) {
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) abort();
   return (char *)p;
+}
+
+// Many pieces of memory, each with a guard page at `guard`; kept from one grid to the next, as guards are slow to make.
+static std::vector<Pieces> unused;
+static Pieces pieces(size_t count, size_t bytes, size_t guard) {
+  for (size_t i = unused.size(); i-- > 0;) {
+    if (unused[i].bytes != bytes) continue;
+    Pieces found = unused[i];
+    unused.erase(unused.begin() + i);
+    if (found.count >= count) return found;
+    munmap(found.base, found.count * bytes);
+  }
+  Pieces made = {reserve(count * bytes), count, bytes};
+  for (size_t i = 0; i < count; i++)
+    if (mprotect(made.base + i * bytes + guard, PAGE, PROT_NONE)) abort();
+  return made;
 }
 
 Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1) {
@@ -40,23 +56,15 @@ Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1)
     }
   }
   live = threads.size();
-  stacks = reserve(threads.size() * STACK);
-  arena = reserve(count * WINDOW);
-  for (size_t i = 0; i < threads.size(); i++) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
-  for (unsigned c = 0; c < count; c++) mprotect(arena + (c + 1) * WINDOW - PAGE, PAGE, PROT_NONE);
+  stacks = pieces(threads.size(), STACK, 0);
+  windows = pieces(count, WINDOW, WINDOW - PAGE), arena = windows.base;
   strategy = (decltype(strategy))(random() % 4);
-  laziness = random() % 3;
+  laziness = random() % 3, slowness = 64u << random() % 3 * 5;
   slow_cta = random() % count, slow_warp = random() % warps.size();
 }
 
 Grid::~Grid() {
-  munmap(stacks, threads.size() * STACK);
-  munmap(arena, ctas.size() * WINDOW);
-}
-
-Word Grid::random() {
-  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-  return state >> 16;
+  unused.push_back(stacks), unused.push_back(windows);
 }
 
 void Grid::make_ready(Warp &warp, unsigned lanes) {
@@ -85,6 +93,19 @@ void Grid::block() {
   leave();
 }
 
+void Grid::look() {
+  if (!chance(4)) return;
+  if (self->seen != deliveries) self->seen = deliveries, self->in_vain = 0;
+  if (++self->in_vain < 8 || (deliveries == 0 && pending.empty())) return yield();
+  self->in_vain = 0;
+  sleepers.push_back(self);
+  block();
+}
+void Grid::wake_sleepers() {
+  for (Thread *thread : sleepers) make_ready(*thread->warp, 1u << thread->lane);
+  sleepers.clear();
+}
+
 void Grid::resume(Thread &thread) {
   self = &thread;
   threadIdx = {thread.number, 0, 0}, blockIdx = thread.cta->index;
@@ -93,7 +114,7 @@ void Grid::resume(Thread &thread) {
   thread.begun = true;
   static ucontext_t context;
   getcontext(&context);
-  context.uc_stack.ss_sp = stacks + (&thread - threads.data()) * STACK + PAGE;
+  context.uc_stack.ss_sp = stacks.base + (&thread - threads.data()) * STACK + PAGE;
   context.uc_stack.ss_size = STACK - PAGE;
   context.uc_link = nullptr;
   makecontext(&context, fiber_main, 0);
@@ -117,7 +138,9 @@ void Grid::pass(Warp &warp) {
   Thread *of_warp = &threads[(size_t)(warp.number / ((launch.threads + 31) / 32)) * launch.threads + base];
   for (unsigned i = 0; i < 32 && problem.empty(); i++) {
     unsigned lane = (first + i * step) % 32;
-    if (warp.ready & some & 1u << lane) resume(of_warp[lane]);
+    if (!(warp.ready & some & 1u << lane)) continue;
+    if (of_warp[lane].ended) warp.ready &= ~(1u << lane);  // whoever woke it had not noticed
+    else resume(of_warp[lane]);
   }
 }
 
@@ -128,8 +151,8 @@ Warp &Grid::pick() {
   if (sticky && progress_at == passes - 1 && random() % 16 && warps[last_warp].queued)
     for (size_t i = queue.size(); i-- > 0 && i + 8 > queue.size();)
       if (queue[i] == last_warp) found = i;
-  if (slowed && random() % 64)
-    for (int tries = 0; tries < 6 && slow(found); tries++) found = random() % queue.size();
+  if (slowed && passes - progress_at < 8 * warps.size() && random() % slowness)
+    for (int tries = 0; tries < 16 && slow(found); tries++) found = random() % queue.size();
   Warp &warp = warps[queue[found]];
   queue[found] = queue.back(), queue.pop_back();
   warp.queued = false, last_warp = warp.number;
@@ -172,9 +195,10 @@ bool Grid::run(Until until) {
   while (live && fine) {
     if (until == CONSUMER_MAY_START && all_let_start()) break;
     if (queue.empty()) {
-      if (!pending.empty()) {
-        deliver(random() % pending.size());
-        if (!problem.empty()) fine = false;
+      if (!pending.empty() || !sleepers.empty()) {
+        for (size_t n = pending.empty() ? 0 : 1 + random() % pending.size(); n && problem.empty(); n--) deliver(random() % pending.size());
+        wake_sleepers();
+        fine = problem.empty();
         continue;
       }
       if (!released && until != END) {

@@ -41,13 +41,18 @@ struct Thread {
   bool begun = false, ended = false, waited = false;
   unsigned cluster_turn = 0;          // of the cluster's barrier when this thread arrived
   bool arrived = false;               // at that barrier, and has not waited yet
+  Word seen = 0;                      // of the grid's deliveries when this thread last looked
+  unsigned in_vain = 0;               // looks since there was a new one
   std::vector<Copy> open;             // copies that no group has yet
   std::deque<std::vector<Copy>> groups;
 };
 
 // What the lanes of a mask do together. Two turns are kept: a lane may come to the next one before others have read this one.
 struct LaneValue {
-  unsigned word[6];
+  union {
+    unsigned word[12];
+    float value[12];
+  };
 };
 struct Meeting {
   unsigned mask = 0, arrived = 0, turn = 0;
@@ -90,6 +95,11 @@ struct Pending {
   unsigned data[4];
 };
 
+struct Pieces {
+  char *base = nullptr;
+  size_t count = 0, bytes = 0;
+};
+
 struct Launch {
   void (*call)(void **);
   void **arguments;
@@ -110,9 +120,7 @@ class Grid {
 
   // For the builtins, from within a fiber.
   void yield();
-  void maybe_yield() {
-    if (chance(4)) yield();
-  }
+  void look();  // at what others may still write: they come in between now and then, and often if this thread asks in vain
   const LaneValue *meet(unsigned mask, const char *what, const LaneValue &mine);
   void cta_barrier();
   void cluster_arrive();
@@ -134,7 +142,10 @@ class Grid {
   void push(char *to, const void *barrier, const unsigned *data, int bytes);
   void drain();
   [[noreturn]] void fail(const std::string &what);
-  Word random();
+  Word random() {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state >> 16;
+  }
   bool chance(unsigned one_in) { return random() % one_in == 0; }
   unsigned dynamic_bytes() const { return launch.shared_bytes; }
 
@@ -142,6 +153,7 @@ class Grid {
   friend void fiber_main();
   friend void on_signal(int);
   void make_ready(Warp &warp, unsigned lanes);
+  void wake_sleepers();
   void block();
   void leave();
   void resume(Thread &thread);
@@ -162,12 +174,15 @@ class Grid {
   std::vector<unsigned> queue;  // of warps that can go on
   std::vector<Pending> pending;
   std::unordered_set<void *> stored;  // where relaxed stores went
-  char *arena = nullptr, *stacks = nullptr;
+  Pieces stacks, windows;
+  char *arena = nullptr;  // of the windows
   unsigned live = 0, slow_cta = 0, slow_warp = 0, last_warp = 0;
   enum { UNIFORM, STICKY, SLOW_ONES, STICKY_AND_SLOW } strategy;
   unsigned laziness;  // of stores: 0 at once
+  unsigned slowness;  // of what is slow: it is left out but once in so many times
   bool released = false;
-  Word state, passes = 0, progress_at = 0;
+  Word state, passes = 0, progress_at = 0, deliveries = 0;
+  std::vector<Thread *> sleepers;  // that looked in vain
   jmp_buf scheduler;
 };
 

@@ -63,14 +63,15 @@ inline void selp_u32(unsigned &d, unsigned a, unsigned b, bool p) { d = p ? a : 
 // The tensor core: A is [16][16] row by row, B [16][8] column by column; lane 4 g + t has of A the rows g and g + 8.
 template <float (*value)(unsigned)>
 inline void multiply(float *d, const unsigned *a, const unsigned *b, const char *what) {
-  emulator::LaneValue mine = {{a[0], a[1], a[2], a[3], b[0], b[1]}};
+  emulator::LaneValue mine;
+  for (unsigned i = 0; i < 12; i++) mine.value[i] = value((i < 8 ? a[i / 2] : b[(i - 8) / 2]) >> i % 2 * 16 & 0xFFFFu);
   const emulator::LaneValue *all = grid->meet(~0u, what, mine);
   unsigned lane = emulator::self->lane, g = lane / 4, t = lane % 4;
   for (unsigned i = 0; i < 4; i++) {
     float sum = 0.f;
     for (unsigned k = 0; k < 16; k++) {
-      unsigned of_a = all[g * 4 + k % 8 / 2].word[k / 8 * 2 + i / 2], of_b = all[(t * 2 + i % 2) * 4 + k % 8 / 2].word[4 + k / 8];
-      sum += value(of_a >> k % 2 * 16 & 0xFFFFu) * value(of_b >> k % 2 * 16 & 0xFFFFu);
+      const float *of_a = all[g * 4 + k % 8 / 2].value + k / 8 * 4 + i / 2 * 2, *of_b = all[(t * 2 + i % 2) * 4 + k % 8 / 2].value + 8 + k / 8 * 2;
+      sum += of_a[k % 2] * of_b[k % 2];
     }
     d[i] += sum;
   }
@@ -92,7 +93,7 @@ MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, from_f16)
 template <bool TRANSPOSED>
 inline void load_matrices(unsigned *d, unsigned address, const char *what) {
   if (address % 16) grid->fail(std::string(what) + ": an address is not a multiple of 16");
-  const emulator::LaneValue *all = grid->meet(~0u, what, emulator::LaneValue{{address}});
+  const emulator::LaneValue *all = grid->meet(~0u, what, emulator::LaneValue{{{address}}});
   unsigned lane = emulator::self->lane, g = lane / 4, t = lane % 4;
   for (unsigned m = 0; m < 4; m++) {
     unsigned short pair[2];
@@ -126,7 +127,7 @@ inline void ld_global_nc_L1_no_allocate_v4_u32(unsigned &x, unsigned &y, unsigne
 inline void ld_global_nc_L1_no_allocate_v2_u32(unsigned &x, unsigned &y, const void *p) { load(p, 8, x, y); }
 template <typename... T>
 inline void load_relaxed(const void *p, T &...d) {
-  grid->maybe_yield();
+  grid->look();
   load(p, (0 + ... + (int)sizeof(T)), d...);
 }
 inline void ld_relaxed_gpu_global_v4_f32(float &x, float &y, float &z, float &w, const void *p) { load_relaxed(p, x, y, z, w); }

@@ -166,7 +166,7 @@ void Grid::push(char *to, const void *barrier, const unsigned *data, int bytes) 
 void Grid::deliver(size_t index) {
   Pending store = pending[index];
   pending[index] = pending.back(), pending.pop_back();
-  progress_at = passes;
+  progress_at = passes, deliveries++;
   if (store.barrier && !cta_of(store.to).live) {
     problem = "something was pushed into CTA " + std::to_string(cta_of(store.to).number) + ", which has ended";
     return;
@@ -182,8 +182,11 @@ void Grid::deliver(size_t index) {
   settle(found->second);
 }
 void Grid::drain() {
+  if (!sleepers.empty() && chance(256)) wake_sleepers();
   if (pending.empty() || (laziness == 2 && !chance(4))) return;
-  for (size_t n = pending.size() / (laziness == 1 ? 4 : 64) + 1; n && !pending.empty() && problem.empty(); n--) deliver(random() % pending.size());
+  for (size_t n = pending.size() / (laziness == 1 ? 4 : 64) + 1; n && !pending.empty() && problem.empty(); n--)
+    deliver(random() % pending.size());
+  if (chance(16)) wake_sleepers();
 }
 
 }  // namespace emulator
