@@ -27,11 +27,11 @@ def translate(source: str) -> str:
     text = "".join([*out, source[at:]])
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",
-        r"\1 *\2 = (\1 *)emulator::grid->shared_memory(emulator::grid->dynamic_bytes());",
+        r"\1 *\2 = (\1 *)emulator::dynamic_memory();",
         text,
     )
     text, count = re.subn(
-        r"__shared__ (\w+) (\w+);", r"\1 &\2 = *(\1 *)emulator::grid->shared_memory(sizeof(\1));", text
+        r"__shared__ (\w+) (\w+);", r"\1 &\2 = *(\1 *)emulator::static_memory(sizeof(\1));", text
     )
     if count > 1 or "__shared__" in text:
         raise TranslationError("one variable in shared memory is what is emulated")

@@ -39,8 +39,8 @@ static Pieces pieces(size_t count, size_t bytes, size_t guard) {
   return made;
 }
 
-Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1) {
-  unsigned count = l.grid_x * l.grid_y, warps_each = (l.threads + 31) / 32;
+Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u | 1), warps_each(l.threads / 32) {
+  unsigned count = l.grid_x * l.grid_y;
   for (int i = 0; i < 8; i++) random();
   threads.resize((size_t)count * l.threads), warps.resize((size_t)count * warps_each), ctas.resize(count), clusters.resize(count / l.cluster);
   for (unsigned c = 0; c < count; c++) {
@@ -56,6 +56,7 @@ Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1)
     }
   }
   live = threads.size();
+  if (l.threads % 32 || count % l.cluster || count * WINDOW >> 32) problem = "a launch of this size is not emulated";
   stacks = pieces(threads.size(), STACK, 0);
   windows = pieces(count, WINDOW, WINDOW - PAGE), arena = windows.base;
   strategy = (decltype(strategy))(random() % 4);
@@ -87,7 +88,6 @@ void fiber_main() {
 void Grid::leave() {
   if (!_setjmp(self->at)) _longjmp(scheduler, 1);
 }
-void Grid::yield() { leave(); }
 void Grid::block() {
   self->warp->ready &= ~(1u << self->lane);
   leave();
@@ -128,14 +128,34 @@ void Grid::fail(const std::string &what) {
 }
 
 void on_signal(int number) {
-  grid->fail(number == SIGSEGV || number == SIGBUS ? "touches memory that is not there" : "traps");
+  grid->fail(number == SIGSEGV || number == SIGBUS ? "touches memory that is not there, or at an odd address" : "traps");
 }
+// Within its scope, what would end the process ends the launch, on a stack of its own as the fiber's may be full.
+struct Traps {
+  static constexpr int NUMBERS[4] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  struct sigaction before[4];
+  stack_t before_stack;
+
+  Traps() {
+    static char *const memory = reserve(PAGE);
+    stack_t stack = {};
+    stack.ss_sp = memory, stack.ss_size = PAGE;
+    sigaltstack(&stack, &before_stack);
+    struct sigaction action = {};
+    action.sa_handler = on_signal, action.sa_flags = SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 4; i++) sigaction(NUMBERS[i], &action, &before[i]);
+  }
+  ~Traps() {
+    for (int i = 0; i < 4; i++) sigaction(NUMBERS[i], &before[i], nullptr);
+    sigaltstack(&before_stack, nullptr);
+  }
+};
 
 // A warp's lanes one after the other, in either direction from anywhere, now and then only some of them.
 void Grid::pass(Warp &warp) {
   unsigned first = random() % 32, step = chance(2) ? 1 : 31, some = chance(4) ? (unsigned)random() : ~0u;
-  unsigned base = (warp.number % ((launch.threads + 31) / 32)) * 32;
-  Thread *of_warp = &threads[(size_t)(warp.number / ((launch.threads + 31) / 32)) * launch.threads + base];
+  unsigned base = warp.number % warps_each * 32;
+  Thread *of_warp = &threads[(size_t)(warp.number / warps_each) * launch.threads + base];
   for (unsigned i = 0; i < 32 && problem.empty(); i++) {
     unsigned lane = (first + i * step) % 32;
     if (!(warp.ready & some & 1u << lane)) continue;
@@ -146,7 +166,7 @@ void Grid::pass(Warp &warp) {
 
 Warp &Grid::pick() {
   size_t found = random() % queue.size();
-  auto slow = [&](size_t i) { return queue[i] == slow_warp || queue[i] / ((launch.threads + 31) / 32) == slow_cta; };
+  auto slow = [&](size_t i) { return queue[i] == slow_warp || queue[i] / warps_each == slow_cta; };
   bool sticky = strategy == STICKY || strategy == STICKY_AND_SLOW, slowed = strategy == SLOW_ONES || strategy == STICKY_AND_SLOW;
   if (sticky && progress_at == passes - 1 && random() % 16 && warps[last_warp].queued)
     for (size_t i = queue.size(); i-- > 0 && i + 8 > queue.size();)
@@ -173,60 +193,45 @@ bool Grid::give_up(const char *why) {
   return false;
 }
 
+void Grid::release() {
+  released = true;
+  for (Thread &t : threads)
+    if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
+}
+
+// Nothing can go on of itself. False: nor will it.
+bool Grid::stir(Until until) {
+  if (!pending.empty() || !sleepers.empty()) {
+    for (size_t n = pending.empty() ? 0 : 1 + random() % pending.size(); n && problem.empty(); n--) deliver(random() % pending.size());
+    wake_sleepers();
+    return true;
+  }
+  if (released) return give_up("all threads wait for each other");
+  if (until == PRODUCER_NEEDED) return false;
+  release();
+  return true;
+}
+
 bool Grid::run(Until until) {
-  static char *signal_stack = reserve(PAGE);
-  stack_t ours = {}, before_stack;
-  ours.ss_sp = signal_stack, ours.ss_size = PAGE;
-  sigaltstack(&ours, &before_stack);
-  struct sigaction action = {}, before[4];
-  const int numbers[4] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
-  action.sa_handler = on_signal, action.sa_flags = SA_ONSTACK | SA_NODEFER;
-  for (int i = 0; i < 4; i++) sigaction(numbers[i], &action, &before[i]);
+  Traps traps;
   grid = this;
   blockDim = {launch.threads, 1, 1}, gridDim = {launch.grid_x, launch.grid_y, 1};
   progress_at = passes;
-  if (until == END && !released) {
-    released = true;
-    for (Thread &t : threads)
-      if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
-  }
-
-  bool fine = true;
-  while (live && fine) {
-    if (until == CONSUMER_MAY_START && all_let_start()) break;
+  if (until == END && !released) release();
+  while (live && problem.empty() && !(until == CONSUMER_MAY_START && all_let_start())) {
     if (queue.empty()) {
-      if (!pending.empty() || !sleepers.empty()) {
-        for (size_t n = pending.empty() ? 0 : 1 + random() % pending.size(); n && problem.empty(); n--) deliver(random() % pending.size());
-        wake_sleepers();
-        fine = problem.empty();
-        continue;
-      }
-      if (!released && until != END) {
-        if (until == PRODUCER_NEEDED) break;
-        released = true;
-        for (Thread &t : threads)
-          if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
-        continue;
-      }
-      fine = give_up("all threads wait for each other");
+      if (stir(until)) continue;
       break;
     }
     Warp &warp = pick();
     pass(warp);
     if (warp.ready) make_ready(warp, 0);
-    if (!problem.empty()) fine = false;
-    if (fine) drain();
-    if (!problem.empty()) fine = false;
-    if (++passes - progress_at > PATIENCE * warps.size()) fine = give_up("nothing gets done any more");
+    if (problem.empty()) drain();
+    if (++passes - progress_at > PATIENCE * warps.size() && problem.empty()) give_up("nothing gets done any more");
   }
-  while (fine && !live && !pending.empty()) {
-    deliver(pending.size() - 1);
-    fine = problem.empty();
-  }
+  while (!live && !pending.empty() && problem.empty()) deliver(pending.size() - 1);
   grid = nullptr;
-  for (int i = 0; i < 4; i++) sigaction(numbers[i], &before[i], nullptr);
-  sigaltstack(&before_stack, nullptr);
-  return fine;
+  return problem.empty();
 }
 
 }  // namespace emulator

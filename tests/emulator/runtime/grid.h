@@ -5,22 +5,15 @@
 // global memory, pushes into other CTAs. Plain stores are seen at once, which is more than CUDA promises.
 #pragma once
 #include <csetjmp>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <map>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
-struct Index {
-  unsigned x, y, z;
-};
-extern Index threadIdx, blockIdx, blockDim, gridDim;  // of the running fiber
+#include "device.h"
 
 namespace emulator {
-
-typedef unsigned long long Word;
 
 constexpr size_t PAGE = 65536;                // at least the system's, for guards
 constexpr size_t STACK = 4 * PAGE;            // of a fiber, with a guard page below
@@ -48,12 +41,6 @@ struct Thread {
 };
 
 // What the lanes of a mask do together. Two turns are kept: a lane may come to the next one before others have read this one.
-struct LaneValue {
-  union {
-    unsigned word[12];
-    float value[12];
-  };
-};
 struct Meeting {
   unsigned mask = 0, arrived = 0, turn = 0;
   const char *what = nullptr;
@@ -118,9 +105,8 @@ class Grid {
   bool run(Until until);
   std::string problem;
 
-  // For the builtins, from within a fiber.
-  void yield();
-  void look();  // at what others may still write: they come in between now and then, and often if this thread asks in vain
+  // As in device.h, from within a fiber.
+  void look();
   const LaneValue *meet(unsigned mask, const char *what, const LaneValue &mine);
   void cta_barrier();
   void cluster_arrive();
@@ -128,30 +114,31 @@ class Grid {
   void wait_for_producer();
   void let_consumer_start();
   void *shared_memory(size_t bytes);
+  void *dynamic_memory() { return shared_memory(launch.shared_bytes); }
   unsigned shared_address(const void *p);
-  char *shared_pointer(unsigned address);
+  char *shared_pointer(unsigned address) { return arena + address; }
   unsigned address_in_cluster(unsigned address, unsigned rank);
-  Mbarrier &mbarrier(const void *at);
-  void init_mbarrier(void *at, int arrivals);
-  void expect(void *mbarrier_at, int bytes);  // and arrives
-  void await(const void *mbarrier_at, unsigned parity);
+  void init_mbarrier(const void *at, int arrivals);
+  void expect(const void *at, int bytes);
+  void await(const void *at, unsigned parity);
   void copy_async(void *to, const void *from);
   void commit_copies();
   void wait_copies(unsigned most_pending);
   void store_late(void *to, const unsigned *data, int bytes);
   void push(char *to, const void *barrier, const unsigned *data, int bytes);
-  void drain();
   [[noreturn]] void fail(const std::string &what);
   Word random() {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
     return state >> 16;
   }
   bool chance(unsigned one_in) { return random() % one_in == 0; }
-  unsigned dynamic_bytes() const { return launch.shared_bytes; }
 
  private:
   friend void fiber_main();
   friend void on_signal(int);
+  void yield() { leave(); }
+  void drain();
+  Mbarrier &mbarrier(const void *at);
   void make_ready(Warp &warp, unsigned lanes);
   void wake_sleepers();
   void block();
@@ -165,6 +152,8 @@ class Grid {
   Cta &cta_of(const void *shared);
   bool all_let_start() const;
   bool give_up(const char *why);
+  void release();
+  bool stir(Until until);
 
   Launch launch;
   std::vector<Thread> threads;
@@ -181,7 +170,9 @@ class Grid {
   unsigned laziness;  // of stores: 0 at once
   unsigned slowness;  // of what is slow: it is left out but once in so many times
   bool released = false;
-  Word state, passes = 0, progress_at = 0, deliveries = 0;
+  Word state;
+  unsigned warps_each;  // of a CTA
+  Word passes = 0, progress_at = 0, deliveries = 0;
   std::vector<Thread *> sleepers;  // that looked in vain
   jmp_buf scheduler;
 };
