@@ -94,6 +94,13 @@ def gpus() -> list[str]:
     return listed.splitlines() if listed else []
 
 
+def clocks() -> str:
+    """SM and memory clock, power and temperature of the first GPU at this moment; empty without a driver."""
+    query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    listed = _output("nvidia-smi", query, "--format=csv,noheader")
+    return listed.splitlines()[0].strip() if listed else ""
+
+
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

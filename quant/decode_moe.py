@@ -174,6 +174,11 @@ def _sizes(shape: MoEShape, tokens: int, gpu: Gpu, p: MoEPlan, roomy: bool) -> M
     return replace(p, act_pieces=act_pieces, scratch_bytes=scratch_bytes, shared_bytes=shared_bytes)
 
 
+def finishers(p: MoEPlan) -> int:
+    """CTAs that add up the output; the rest of the GPU is then free for the next launch."""
+    return -(-p.ctas // 2)
+
+
 def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
     """Compile-time constants of moe_block.cu."""
     return {
@@ -188,6 +193,7 @@ def defines(shape: MoEShape, p: MoEPlan, pdl: bool) -> dict[str, int | str]:
         "USE_PDL": int(pdl),
         "TOKENS": p.tokens,
         "GRID": p.ctas,
+        "FINISHERS": finishers(p),
         "WARPS": p.warps,
         "STAGES": p.stages,
         "ACT_PIECES": p.act_pieces,

@@ -139,7 +139,9 @@ def eval_ablate(
     thinking: Thinking = "model",
     max_tokens: MaxTokens = 4096,
     text: Text = None,
-    random_tokens: RandomTokens = False,
+    random_tokens: Annotated[
+        bool, typer.Option("--random-tokens", help="Prompts of random tokens too, or only them.")
+    ] = False,
     isl: Isl = 1024,
     osl: Osl = 256,
     requests: Requests = 4,
@@ -148,13 +150,32 @@ def eval_ablate(
         int, typer.Option(min=1, help="Times every stage's synthetic load is measured, order alternating.")
     ] = 1,
     margin: Annotated[float, typer.Option(help="Largest loss of accuracy that passes.")] = 0.01,
+    random_weights: Annotated[
+        Literal["flash", "mini"] | None,
+        typer.Option(help="No MODEL: its shape with random weights, synthetic loads only."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=3, help="Decoder layers of the random weights; default all.")
+    ] = None,
+    accept_length: Annotated[
+        float | None, typer.Option(help="Of their drafts, by lot (GPU only); default 2.68.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on with the other stages where one fails.")
+    ] = False,
     restart: Restart = False,
 ) -> None:
-    """One server per stage, GSM8K and a synthetic load on each: the ablation table for this machine."""
-    from vllm_ling.eval.runs.commands import ablate, choose_text
+    """One server per stage, GSM8K and synthetic loads on each: the ablation table for this machine."""
+    from vllm_ling.eval.ablation.command import Asked, ablate
+    from vllm_ling.eval.ablation.random_model import LAYERS, RandomModel
     from vllm_ling.eval.runs.gsm8k import Gsm8k
     from vllm_ling.eval.runs.synthetic import Synthetic
 
+    texts = [*([text] if text else []), *([None] if random_tokens else [])]
+    if not texts:
+        raise LingError("a synthetic load needs --text FILE, --random-tokens, or both")
+    if layers is not None and random_weights is None:
+        raise LingError("--layers: only --random-weights can be cut")
     questions = Gsm8k(
         task=task,
         data=data,
@@ -164,8 +185,31 @@ def eval_ablate(
         thinking=None if thinking == "model" else thinking == "on",
         max_tokens=max_tokens,
     )
-    load = Synthetic(choose_text(text, random_tokens), isl=isl, osl=osl, requests=requests, repeats=repeats)
-    raise typer.Exit(ablate(stages, flags or [], ctx.args, questions, load, rounds, margin, out, restart))
+    asked = Asked(
+        stages=stages,
+        flags=flags or [],
+        serve=ctx.args,
+        questions=None if random_weights else questions,
+        loads=[Synthetic(one, isl=isl, osl=osl, requests=requests, repeats=repeats) for one in texts],
+        rounds=rounds,
+        margin=margin,
+        out=out,
+        restart=restart,
+        random=RandomModel(random_weights, layers or LAYERS[random_weights]) if random_weights else None,
+        accept_length=accept_length,
+        keep_going=keep_going,
+    )
+    raise typer.Exit(ablate(asked))
+
+
+@evaluation.command("ablation-report")
+def eval_ablation_report(
+    result: Annotated[Path, typer.Argument(help="ablation.json; .md and .svg go beside it.")],
+) -> None:
+    """The result of eval ablate as a markdown table and a plot (eval ablate writes both itself)."""
+    from vllm_ling.eval.ablation.page import write_page
+
+    print(write_page(result), end="")
 
 
 @evaluation.command("mock", cls=PassThrough, add_help_option=False)

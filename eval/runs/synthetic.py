@@ -54,6 +54,11 @@ class Synthetic:
         """What the prompts are made of."""
         return "text" if self.text else "random tokens"
 
+    @property
+    def label(self) -> str:
+        """The name in tables, such as "text 1024/256"."""
+        return f"{self.tokens} {self.isl}/{self.osl}"
+
 
 def measure(what: Synthetic, served: Served, out: Path, *, label: str | None, restart: bool) -> ResultFile:
     """Runs the workload and writes `out`; nothing is judged, so items have no `correct`.
@@ -83,7 +88,7 @@ def measure(what: Synthetic, served: Served, out: Path, *, label: str | None, re
         items = [_item(entry, what) for entry in entries.values()]
         origin = {
             **provenance(),
-            "label": label or f"{what.tokens} {what.isl}/{what.osl}",
+            "label": label or what.label,
             "workload": f"synthetic, {what.tokens}",
             "settings": settings,
             "data_sha256": digest,

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed against earned draft length on tiny-ling's drafts, in bytes of Ling-3.0-flash: eval/results/draft-length.json.
+r"""Fixed against earned draft length on tiny-ling's drafts, at Ling-3.0-flash's costs: eval/results/draft-length.json.
 
-The drafts and their probabilities are tiny-ling's, replayed exactly (`draft_traces`); the cost of a round is the byte
-model of flash in FP4 with an FP8 head. Two sets: `held_out` (greedy answers to held-out problems, what the model knows)
-and `hard` (text sampled at a high temperature after random words, what no draft can know).
+The drafts and their probabilities are tiny-ling's, replayed exactly (`draft_traces`). Two sets: `held_out` (greedy
+answers to held-out problems, what the model knows) and `hard` (text sampled at a high temperature after random words,
+what no draft can know). A round costs what the byte model says of flash in FP4 with an FP8 head, and with `--rounds`
+also the milliseconds that `bench decode` measured (`round_times`): the gate then decides by those.
 
-    python -m vllm_ling.eval.studies.draft_length --out eval/results/draft-length.json
+    python -m vllm_ling.eval.studies.draft_length --rounds eval/results/h200-rounds.json \
+        --out eval/results/draft-length.json
 """
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from vllm_ling.checkpoint.locate import resolve_model
+from vllm_ling.eval.files import write_json
 from vllm_ling.eval.provenance import provenance
 from vllm_ling.eval.studies.draft_traces import Trace, sample, traces
+from vllm_ling.eval.studies.round_times import RoundTimes, read_round_times
 from vllm_ling.reference.load import from_checkpoint
 from vllm_ling.reference.model import LingReference
 from vllm_ling.roofline.bytes import ByteModel
@@ -36,7 +40,13 @@ _HOT = 2.0
 
 @dataclass(frozen=True)
 class Row:
-    """One policy on one set. `drafted` and `verified`: draft tokens a round, on average."""
+    """One policy on one set.
+
+    Attributes:
+        drafted, verified: draft tokens a round, on average.
+        ms_per_token: at measured round times, with `ms_accept_length` and `ms_drafted` of the rounds that the policy
+            then chooses; None where no times were given.
+    """
 
     set: str
     policy: str
@@ -45,6 +55,24 @@ class Row:
     bytes_per_token: float
     drafted: float
     verified: float
+    ms_per_token: float | None = None
+    ms_accept_length: float | None = None
+    ms_drafted: float | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain JSON data; what was not measured is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a policy did with a set of texts; `cost` is of all rounds, in the unit of the costs."""
+
+    rounds: int
+    tokens: int
+    cost: float
+    drafted: int
+    verified: int
 
 
 def flash_bytes(draft_rows: int | None = None) -> ByteModel:
@@ -58,8 +86,37 @@ def flash_costs(draft_rows: int | None = None) -> Costs:
     return Costs([0.0, *(model.step_bytes(n) for n in range(1, MOST + 2))], model.draft_bytes())
 
 
-def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
-    """Walks the texts round by round; `policy` is "k1" to "k4" or "gated"."""
+def replay(
+    name: str, policy: str, texts: Sequence[Trace], costs: Costs, times: RoundTimes | None = None
+) -> Row:
+    """One row; `policy` is "k1" to "k4" or "gated". `times`: also walk at these."""
+    found = walk(policy, texts, costs)
+    row = Row(
+        set=name,
+        policy=policy,
+        rounds=found.rounds,
+        accept_length=found.tokens / found.rounds,
+        bytes_per_token=found.cost / found.tokens,
+        drafted=found.drafted / found.rounds,
+        verified=found.verified / found.rounds,
+    )
+    if times is None:
+        return row
+    timed = walk(policy, texts, times.costs(), whole_rounds=True)
+    return replace(
+        row,
+        ms_per_token=timed.cost / timed.tokens,
+        ms_accept_length=timed.tokens / timed.rounds,
+        ms_drafted=timed.drafted / timed.rounds,
+    )
+
+
+def walk(policy: str, texts: Sequence[Trace], costs: Costs, whole_rounds: bool = False) -> Walk:
+    """Walks the texts round by round.
+
+    Args:
+        whole_rounds: a round costs by what it drafted, so whatever is drafted is verified.
+    """
     rounds = tokens = drafted = verified = 0
     cost = 0.0
     gate = DraftGate(costs, MOST) if policy == "gated" else None  # one for all texts, as a server has
@@ -74,7 +131,8 @@ def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
                 chances: list[float] = []
                 while gate.draft_more(chances):
                     chances.append(gate.chance(text.probs[last][len(chances)]))
-                made, kept = len(chances), gate.verify(chances)
+                made = len(chances)
+                kept = made if whole_rounds else gate.verify(chances)
                 probabilities = text.probs[last][:made]
             accepted = min(text.matches(last), kept)
             emitted = min(accepted + 1, left)
@@ -83,7 +141,7 @@ def replay(name: str, policy: str, texts: Sequence[Trace], costs: Costs) -> Row:
             cost += costs.draft * made + costs.verify[kept + 1]
             rounds, tokens, last = rounds + 1, tokens + emitted, last + emitted
             drafted, verified = drafted + made, verified + kept
-    return Row(name, policy, rounds, tokens / rounds, cost / tokens, drafted / rounds, verified / rounds)
+    return Walk(rounds, tokens, cost, drafted, verified)
 
 
 def text_sets(items: int, seed: int = 0) -> dict[str, list[Trace]]:
@@ -117,18 +175,23 @@ def main() -> None:
     )
     parser.add_argument("--items", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("build/draft-length.json"))
+    parser.add_argument(
+        "--rounds", type=Path, help="result of bench decode with --draft 0 to 4: measured times"
+    )
     args = parser.parse_args()
+    times = read_round_times(args.rounds, MOST) if args.rounds else None
     costs, rows = flash_costs(), []
     for name, texts in text_sets(args.items).items():
         for policy in (*(f"k{k}" for k in range(1, MOST + 1)), "gated"):
-            row = replay(name, policy, texts, costs)
-            rows.append(asdict(row))
+            row = replay(name, policy, texts, costs, times)
+            rows.append(row.as_data())
+            timed = "" if row.ms_per_token is None else f"  {row.ms_per_token:.3f} ms a token"
             print(
                 f"{name:9} {policy:6} accept length {row.accept_length:.2f}  {row.bytes_per_token / 1e9:.3f} GB a token"
-                f"  drafted {row.drafted:.2f} verified {row.verified:.2f}"
+                f"  drafted {row.drafted:.2f} verified {row.verified:.2f}{timed}"
             )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    measured = {} if times is None else {"measured_rounds": times.as_data()}
+    write_json(args.out, {"provenance": provenance(), **measured, "rows": rows})
 
 
 if __name__ == "__main__":

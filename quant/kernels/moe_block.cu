@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   route(s, scratch, expert_map, topk_weights, topk_ids, tokens, scaling, tag);
   if (blockIdx.x == 0 && threadIdx.x == 0) store_epoch(&scratch->epoch, tag);  // all CTAs have read it, or we would not be here
 
-  Work work(s.schedule, s.splits[s.schedule.unique]);
+  int unique = s.schedule.unique;
+  Work work(unique, s.schedule.before[unique], s.splits[unique], blockIdx.x);
   Stream stream = {w13, s13, w2, s2, work.up + warp / UP_GROUP, 0, false};
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) stream.fetch(s, work);
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     store_sums(s.sums, acc[0], 0);
     store_sums(s.sums, acc[1], 64);
     __syncthreads();
-    int part = blockIdx.x - work.up_quota.of(unit * UP_STEPS), u = unit / UP_UNITS, first = u * BLOCKS + unit % UP_UNITS * UP_GROUP;
+    int part = blockIdx.x - work.first_up(unit), u = unit / UP_UNITS, first = u * BLOCKS + unit % UP_UNITS * UP_GROUP;
 #pragma unroll 1
     for (int i = threadIdx.x; i < tokens * UP_GROUP * 128; i += THREADS) {
       int row = i % 128, block = i / 128 % UP_GROUP, token = i / (128 * UP_GROUP);
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (stop == unit_end || stop == work.down_end) {
       store_sums(s.sums, acc, 0);
       __syncthreads();
-      int part = blockIdx.x - work.down_quota.of(unit * work.row.d), count = work.down < work.down_end ? tokens * DOWN_GROUP * 64 : 0;
+      int part = blockIdx.x - work.first_down(unit), count = work.down < work.down_end ? tokens * DOWN_GROUP * 64 : 0;
 #pragma unroll 1
       for (int i = threadIdx.x; i < count; i += THREADS) {
         int row = i % 64, block = i / 64 % DOWN_GROUP, token = i / (64 * DOWN_GROUP);

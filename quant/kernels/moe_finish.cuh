@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// The output: every CTA adds the parts of its share of all values, whichever CTAs they come from.
+// The output: some CTAs add the parts of their share of all values, whichever CTAs they come from. The others end before them and
+// make room for the next launch, which has weights to ask for.
 #pragma once
 #include "moe_shared.cuh"
 #include "moe_work.cuh"
 #include "norm.cuh"
 
 // A team of lanes per pair of neighbouring values: as many as the threads allow, since each word is a trip to L2.
-constexpr int FINISH_SHARE = ceil_div(TOKENS * (HIDDEN / 2), GRID);
+constexpr int FINISH_SHARE = ceil_div(TOKENS * (HIDDEN / 2), FINISHERS);
 __device__ constexpr int team_of(int lanes) { return lanes >= 32 ? 32 : lanes >= 16 ? 16 : lanes >= 8 ? 8 : lanes >= 4 ? 4 : lanes >= 2 ? 2 : 1; }
-constexpr int TEAM = team_of(THREADS / FINISH_SHARE);
+constexpr int TEAM = team_of(larger(THREADS / FINISH_SHARE, 1));
 
-// Waits for all parts of this CTA's values, adds them in the order of the CTAs they come from, the shared expert's last, then the
+// By one of the last FINISHERS CTAs, which have the least other work: waits for all parts of its values, adds them in the order of the CTAs they come from, the shared expert's last, then the
 // residual. `out` may be x or the residual: a residual value is read here only, and all CTAs have read x, or there would be
 // no schedule here.
 __device__ __forceinline__ void finish(const Scratch *scratch, const Work &work, const bf16_t *residual, bf16_t *out, int tokens, uint32_t tag) {
   constexpr int MOST = ceil_div(DOWN_PARTS + SHARED_PARTS, TEAM), AT_ONCE = MOST < 8 ? MOST : 8;
-  int all = tokens * (HIDDEN / 2), share = ceil_div(all, GRID), begin = blockIdx.x * share, end = min(begin + share, all);
+  int all = tokens * (HIDDEN / 2), share = ceil_div(all, FINISHERS), begin = ((int)blockIdx.x - (GRID - FINISHERS)) * share, end = min(begin + share, all);
   int member = threadIdx.x % TEAM;
+  if (begin < 0) return;
 #pragma unroll 1
   for (int first = begin + threadIdx.x / 32 * (32 / TEAM); first < end; first += THREADS / TEAM) {  // whole warps
     int pair = first + threadIdx.x % 32 / TEAM, token = pair / (HIDDEN / 2), row = pair % (HIDDEN / 2) * 2;
     bool mine = pair < end;
-    int tile = row / 16, block = row / 64, unit = block / DOWN_GROUP * work.row.d;
-    int routed = work.pairs ? work.down_quota.of(unit + work.row.d - 1) - work.down_quota.of(unit) + 1 : 0;
+    int tile = row / 16, block = row / 64, routed = work.count_down(block / DOWN_GROUP);
     int count = mine ? routed + shared_parts<SHARED_DOWN_ITEMS, SHARED_DOWN_QUOTA>(tile) : 0;
     uint32_t added = mine && member == 0 && residual ? load_fresh((const uint32_t *)(residual + 2 * (size_t)pair)) : 0u;
     float low = 0.f, high = 0.f;

@@ -257,10 +257,7 @@ __device__ __forceinline__ void schedule_experts(Shared &s) {
 __device__ __forceinline__ void prepare_route(Shared &s) {
   if (threadIdx.x < PAIRS) s.pair_id[threadIdx.x] = NOBODY;
   if (threadIdx.x < EXPERTS / 32) s.present[threadIdx.x] = 0;
-  if (threadIdx.x <= MAX_UNIQUE) {
-    int unique = threadIdx.x;
-    s.splits[unique] = {Divisor(up_quota(unique)), Divisor(down_quota(unique)), Divisor(larger(unique * BLOCKS, 1)), up_parts(unique)};
-  }
+  if (threadIdx.x <= MAX_UNIQUE) s.splits[threadIdx.x] = Split(threadIdx.x);
 }
 
 // Fills s.schedule from the logits of all experts.

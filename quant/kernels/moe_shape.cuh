@@ -2,7 +2,7 @@
 // Sizes and buffers of the MoE block kernel. decode_moe.py computes the two buffer sizes too; static_asserts compare them.
 //
 // Compile-time: HIDDEN, INTER, SHARED_INTER, EXPERTS, TOP_K, GROUPS, TOP_GROUPS, TOKENS (1, 2, 4 or 8), GATE_TYPE (float or
-// bf16_t), USE_PDL; GRID (one CTA per SM), WARPS, STAGES, ACT_PIECES; SCRATCH_BYTES, SHARED_BYTES.
+// bf16_t), USE_PDL; GRID (one CTA per SM), FINISHERS, WARPS, STAGES, ACT_PIECES; SCRATCH_BYTES, SHARED_BYTES.
 #pragma once
 #include "tagged.cuh"
 
@@ -79,8 +79,8 @@ struct Schedule {
 struct Divisor {
   uint32_t d, m;
   __device__ __forceinline__ Divisor() {}
-  __device__ __forceinline__ explicit Divisor(int by) : d(by), m(by > 1 ? 0xFFFFFFFFu / (uint32_t)by + 1 : 0) {}
-  __device__ __forceinline__ int of(int n) const { return m ? __umulhi(n, m) : n; }
+  __device__ constexpr explicit Divisor(int by) : d(by), m(by > 1 ? 0xFFFFFFFFu / (uint32_t)by + 1 : 0) {}
+  __device__ constexpr int of(int n) const { return m ? (int)((uint64_t)(uint32_t)n * m >> 32) : n; }
 };
 
 constexpr int X_STRIDE = HIDDEN + 32;        // elements; 64 bytes of padding put neighbouring tokens into different banks
@@ -100,6 +100,9 @@ struct Activations {                         // what the down projection reads
 struct Split {
   Divisor up, down, row;                     // steps per CTA in gate_up and down; down steps of a unit
   int parts;                                 // most parts of a unit in gate_up
+  __device__ __forceinline__ Split() {}
+  __device__ constexpr explicit Split(int unique)
+      : up(up_quota(unique)), down(down_quota(unique)), row(larger(unique * BLOCKS, 1)), parts(up_parts(unique)) {}
 };
 struct Shared {
   union {

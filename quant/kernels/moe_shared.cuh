@@ -72,9 +72,9 @@ __device__ __forceinline__ void shared_items(float *sums, const SharedItem &firs
 
 // Which CTAs a tile's items belong to: the first, and how many. CTA `first + i` stores part i.
 template <int ITEMS, int QUOTA>
-__device__ __forceinline__ int first_part(int tile) { return tile * ITEMS / QUOTA; }
+__device__ constexpr int first_part(int tile) { return tile * ITEMS / QUOTA; }
 template <int ITEMS, int QUOTA>
-__device__ __forceinline__ int shared_parts(int tile) {
+__device__ constexpr int shared_parts(int tile) {
   return (tile * ITEMS + ITEMS - 1) / QUOTA - first_part<ITEMS, QUOTA>(tile) + 1;
 }
 

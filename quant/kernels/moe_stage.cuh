@@ -60,7 +60,7 @@ __device__ __forceinline__ void stage_routed(Shared &s, const Scratch *scratch, 
     int index = step - work.row.of(step) * work.row.d, u = index / BLOCKS, unit = u * UP_UNITS + index % BLOCKS / UP_GROUP;
     uint32_t mask = s.schedule.tokens[u];
     int pair = pairs_before(s.schedule, work, step) - first_pair;
-    int count = work.up_quota.of(unit * UP_STEPS + UP_STEPS - 1) - work.up_quota.of(unit * UP_STEPS) + 1;
+    int count = work.count_up(unit);
 #pragma unroll 1
     for (; mask; mask &= mask - 1, pair++) {
       int token = __ffs(mask) - 1;

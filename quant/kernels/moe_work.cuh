@@ -3,19 +3,27 @@
 #pragma once
 #include "moe_shape.cuh"
 
-// The steps of this CTA: gate_up steps [up, up_end) of experts x UP_UNITS x UP_STEPS, down steps [down, down_end) of
+// The steps of a CTA: gate_up steps [up, up_end) of experts x UP_UNITS x UP_STEPS, down steps [down, down_end) of
 // DOWN_UNITS x experts x BLOCKS.
 struct Work {
   Divisor up_quota, down_quota, row;  // steps per CTA in gate_up and down; down steps of a unit
   int up, up_end, down, down_end, pairs, up_parts;
-  __device__ __forceinline__ Work(const Schedule &s, const Split &split)
-      : up_quota(split.up), down_quota(split.down), row(split.row), up_parts(split.parts) {
-    int all = s.unique * UP_UNITS * UP_STEPS;
-    up = min((int)(blockIdx.x * up_quota.d), all), up_end = min(up + (int)up_quota.d, all);
-    all = DOWN_UNITS * s.unique * BLOCKS;
-    down = min((int)(blockIdx.x * down_quota.d), all), down_end = min(down + (int)down_quota.d, all);
-    pairs = s.before[s.unique] * BLOCKS;
+  __device__ constexpr Work(int unique, int pairs_of_step, const Split &split, int cta)
+      : up_quota(split.up), down_quota(split.down), row(split.row), up(first(cta, split.up, up_steps(unique))),
+        up_end(first(cta + 1, split.up, up_steps(unique))), down(first(cta, split.down, down_steps(unique))),
+        down_end(first(cta + 1, split.down, down_steps(unique))), pairs(pairs_of_step * BLOCKS), up_parts(split.parts) {}
+
+  // The CTAs with steps of a unit are first, first + 1, ...; CTA `first + i` stores part i of its sums.
+  __device__ constexpr int first_up(int unit) const { return up_quota.of(unit * UP_STEPS); }
+  __device__ constexpr int count_up(int unit) const { return up_quota.of(unit * UP_STEPS + UP_STEPS - 1) - first_up(unit) + 1; }
+  __device__ constexpr int first_down(int unit) const { return down_quota.of(unit * (int)row.d); }
+  __device__ constexpr int count_down(int unit) const {
+    return pairs ? down_quota.of(unit * (int)row.d + (int)row.d - 1) - first_down(unit) + 1 : 0;
   }
+
+  static __device__ constexpr int up_steps(int unique) { return unique * UP_UNITS * UP_STEPS; }
+  static __device__ constexpr int down_steps(int unique) { return DOWN_UNITS * unique * BLOCKS; }
+  static __device__ constexpr int first(int cta, const Divisor &quota, int steps) { return cta * (int)quota.d < steps ? cta * (int)quota.d : steps; }
 };
 
 // A warp's weights: its gate_up pieces, then its down pieces, STAGES of them on their way at any time.

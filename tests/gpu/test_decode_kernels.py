@@ -132,6 +132,102 @@ def test_routing_is_exact_and_ties_go_to_the_lower_expert(
     assert topk[1].sort(-1).values.tolist() == [list(range(shape.top_k))] * tokens
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_ties_between_experts_and_between_groups(
+    name: str, tokens: int, device: torch.device, decoders: dict
+) -> None:
+    """Biases in steps of a quarter on equal scores: a stable sort says which expert, and which group, comes first."""
+    shape, kernel = SHAPES[name], decoder(decoders, name, True, device)
+    w = random_moe_layer(shape, device)
+    steps = torch.randint(-3, 4, (shape.experts,), device=device).float() / 4
+    w = dataclasses.replace(w, gate=torch.zeros_like(w.gate), bias=steps)
+    x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.float32).bfloat16()
+    topk = (
+        torch.empty(tokens, shape.top_k, device=device, dtype=torch.float32),
+        torch.empty(tokens, shape.top_k, device=device, dtype=torch.int32),
+    )
+    run(kernel, x, w, 0.0, topk=topk)
+    grouped = (steps + 0.5).view(shape.groups, -1)
+    sums = grouped.topk(2, -1).values.sum(-1)
+    groups = sums.sort(descending=True, stable=True).indices[: shape.top_groups]
+    masked = torch.full_like(grouped, -torch.inf)
+    masked[groups] = grouped[groups]
+    expected = masked.flatten().sort(descending=True, stable=True).indices[: shape.top_k]
+    assert topk[1].tolist() == [expected.tolist()] * tokens
+    assert torch.allclose(topk[0], torch.full_like(topk[0], SCALING / shape.top_k))
+
+
+@pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
+@pytest.mark.parametrize("name", ["flash", "tiny"])
+def test_replayed_launches_of_all_token_counts(
+    name: str, pdl: bool, device: torch.device, decoders: dict
+) -> None:
+    """200 launches in a graph, each with other inputs than the last: none may take up what an earlier one left."""
+    shape, kernel = SHAPES[name], decoder(decoders, name, pdl, device)
+    layers = [random_moe_layer(shape, device) for _ in range(2)]
+    cases = []
+    for tokens in (1, 2, 4, 8, 1, 3, 1):
+        for w in layers:
+            x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.float32).bfloat16()
+            first = run(kernel, x, w, 0.0)
+            assert rms(first, moe_reference(shape, x, w, SCALING, 0.0, 0.0)) < RMS
+            cases.append((x, w, first))
+    order = [cases[i % len(cases)] for i in range(200)]
+    outs = [torch.empty_like(x) for x, _, _ in order]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for (x, w, _), out in zip(order, outs, strict=True):
+            kernel(x, w, out, SCALING, 0.0, 0.0)
+    for _ in range(3):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        wrong = [
+            i
+            for i, ((_, _, first), out) in enumerate(zip(order, outs, strict=True))
+            if not torch.equal(first, out)
+        ]
+        assert not wrong, f"launches {wrong[:10]} gave other bits"
+
+
+def test_launch_numbers_wrap(device: torch.device) -> None:
+    """The count of launches goes from 2^32 - 1 to 1, as 0 marks what was never written."""
+    shape = SHAPES["tiny"]
+    kernel = MoEDecoder(shape, gpu_of(device), device, default_cache())
+    w = random_moe_layer(shape, device)
+    x = torch.randn(4, 1, shape.hidden, device=device, dtype=torch.float32).bfloat16()
+    first = [run(kernel, one, w, 0.0) for one in x]
+    counter = kernel._scratch[1].zero_()[:4].view(torch.int32)
+    counter.fill_(-3)
+    for i in range(6):
+        out = kernel(x[i % 4], w, torch.full_like(x[0], torch.nan), SCALING, 0.0, 0.0)
+        assert torch.equal(out, first[i % 4])
+        assert counter.item() == (-2, -1, 1, 2, 3, 4)[i]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_output_in_place_of_x_and_residual(
+    name: str, tokens: int, device: torch.device, decoders: dict
+) -> None:
+    """A CTA writes its share of the output while others still compute: all must have read x by then."""
+    shape, kernel = SHAPES[name], decoder(decoders, name, True, device)
+    w = random_moe_layer(shape, device)
+    norm = (torch.rand(shape.hidden, device=device, dtype=torch.float32).bfloat16(), 1e-6)
+    for options in ({}, {"norm": norm}):
+        x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.float32).bfloat16()
+        apart = kernel(x, w, torch.empty_like(x), SCALING, 0.0, 0.0, residual=x, **options)
+        without = kernel(x, w, torch.empty_like(x), SCALING, 0.0, 0.0, **options)
+        for _ in range(50):
+            both, only_x = x.clone(), x.clone()
+            kernel(both, w, both, SCALING, 0.0, 0.0, residual=both, **options)
+            kernel(only_x, w, only_x, SCALING, 0.0, 0.0, **options)
+            assert torch.equal(both, apart) and torch.equal(only_x, without)
+    assert not torch.equal(apart, without)
+
+
 def test_residual_and_expert_map(device: torch.device, decoders: dict) -> None:
     shape, kernel = SHAPES["flash"], decoder(decoders, "flash", True, device)
     w = random_moe_layer(shape, device)

@@ -97,6 +97,7 @@ def test_compiler_errors_carry_the_log() -> None:
         ({"experts": 100}, "100 experts"),
         ({"groups": 3}, "3 groups of 512 experts"),
         ({"top_k": 16}, "top-16 routing"),
+        ({"experts": 64, "groups": 32, "top_groups": 3}, "top-8 routing of 3 groups of 2 experts"),
     ],
 )
 def test_unsupported_shapes_have_a_reason(change: dict[str, int], word: str) -> None:

@@ -12,11 +12,12 @@ from vllm_ling.errors import LingError
 from vllm_ling.roofline.models import PUBLISHED
 
 
-def model_folder(folder: Path, model: str, layers: int, mtp: bool = False) -> Path:
+def model_folder(folder: Path, model: str, layers: int, mtp: bool = False, **overrides: Any) -> Path:
     """A folder with a `config.json` in FP4 and no weights.
 
     Args:
         model: "flash" (Ling-3.0-flash cut to `layers` layers, without clamps) or "mini" (the same structure, small).
+        overrides: replace entries of `config.json`.
     """
     published: dict[str, Any] = {}
     if model == "flash":
@@ -24,7 +25,7 @@ def model_folder(folder: Path, model: str, layers: int, mtp: bool = False) -> Pa
     published |= {"num_hidden_layers": layers, "num_nextn_predict_layers": int(mtp)}
     # The longest prompts must fit the small model too.
     published["max_position_embeddings"] = PUBLISHED["flash"]["max_position_embeddings"]
-    config = mini_config("flash", "fp4", mtp, 0.0, **published)
+    config = mini_config("flash", "fp4", mtp, 0.0, **published | overrides)
     for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         config[name] = [0] * layers
     (folder / "config.json").write_text(json.dumps(config, indent=1))

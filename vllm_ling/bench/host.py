@@ -2,7 +2,9 @@
 """What the CPU does in a step: work of its own, launching CUDA graphs, and waiting for the GPU.
 
 A step that takes longer than the GPU's part of it, with little waiting, is limited by the CPU. Torch's own `replay` and
-`Event.synchronize` are wrapped for the time of a measurement, so no vLLM internal is touched.
+`torch.cuda.Event.synchronize` are wrapped for the time of a measurement, so no vLLM internal is touched. The V2 runner
+waits on those events. The V1 runner, unless it schedules ahead, waits on a `torch.Event`, a C type that cannot be
+wrapped: of an engine in which no wait was seen nothing is claimed.
 """
 
 import time
@@ -38,7 +40,7 @@ class Watch:
         """The average step, from one launch of `graph` to its next one.
 
         Raises:
-            ValueError: fewer than two whole steps were seen.
+            ValueError: fewer than two whole steps were seen, or no wait in them, which no engine can do without.
         """
         starts = [begin for number, begin, _ in self.launches if number == id(graph)][_SETTLED:]
         if len(starts) < 3:
@@ -49,6 +51,8 @@ class Watch:
             return sum(stop - start for start, stop in spans if begin <= start < end)
 
         waited = total(self.waits)
+        if not any(begin <= start < end for start, _ in self.waits):
+            raise ValueError("no wait for the GPU was seen: the engine waits in a way that is not watched")
         launched = total([(start, stop) for _, start, stop in self.launches])
         per_step = 1e3 / steps
         return Host((end - begin - waited) * per_step, launched * per_step, waited * per_step)

@@ -12,13 +12,6 @@ from vllm_ling.eval.report import svg
 
 _SHOWN = 8  # kernels in the plot
 _ROW = 40
-# A file of its own has no page around it to set the colours.
-_STYLE = (
-    ".plot { --page: #fff; --card: #fff; --ink: #1c2024; --muted: #5c6670; --grid: #e2e5e9; background: #fff; "
-    + " ".join(f"--c{i}: {colour};" for i, colour in enumerate(svg.LIGHT))
-    + " }\n"
-    + svg.STYLE
-)
 
 
 def write_report(path: Path) -> None:
@@ -99,10 +92,7 @@ def plot(result: dict[str, Any]) -> str:
             )
             top += _ROW
     told = "; ".join(f"{label} {us:.0f} us" for _, bars in panels for label, us, _ in bars)
-    drawing = svg.svg("decode-step", f"Where the time of a step goes. {told}", height + 64, body)
-    head, _, rest = drawing.partition("\n")
-    head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    return f"{head}\n<style>{_STYLE}</style>\n{rest}\n"
+    return svg.alone(svg.svg("decode-step", f"Where the time of a step goes. {told}", height + 64, body))
 
 
 def _bars(

@@ -54,7 +54,7 @@ class Decoded:
     Attributes:
         graph_ms: GPU time of the model's CUDA graph, see `graphs.back_to_back`; None where nothing was replayed.
         accept_length: tokens over rounds of the timed repeats, prefill left out; None without drafts.
-        host: what the CPU does in a step; None where it was not seen.
+        host: what the CPU does in a step; None where it, or the waiting, was not seen.
     """
 
     context: int

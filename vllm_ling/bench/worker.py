@@ -8,9 +8,9 @@ context nor a profiler that fails can cost a figure.
 """
 
 import contextlib
+import gc
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +23,7 @@ from typing import Any
 from vllm_ling.bench.host import watched
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
 from vllm_ling.bench.trace import Steps, steps_of
+from vllm_ling.eval.provenance import clocks
 from vllm_ling.eval.studies.seeded_engine import Requests
 
 _LOOK = 24  # steps of a look: enough for a mean, few enough for a small trace
@@ -101,7 +102,11 @@ def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
         began = time.monotonic()
         model = model_folder(Path(folder), side.model, side.layers, mtp=bool(side.draft_tokens))
         llm = start(model, side.options, **settings)
-        return llm, time.monotonic() - began
+        started = time.monotonic() - began
+    # As vLLM's server process does: the collector need not walk through a loaded model again and again.
+    gc.collect()
+    gc.freeze()
+    return llm, started
 
 
 def weights_bytes(llm: Any) -> int | None:
@@ -162,18 +167,6 @@ def traced(llm: Any, context: int, tokens: int) -> Steps:
         return steps_of(json.loads(path.read_text())["traceEvents"])
 
 
-def clocks() -> str:
-    """SM and memory clock, power and temperature of the first GPU; empty without nvidia-smi."""
-    query = "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout.splitlines() or [""])[0].strip()
-
-
 def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float]:
     """Median, lowest and highest of the repeats in milliseconds; the first call is thrown away."""
     times = [1e3 * once() for _ in range(repeats + 1)][1:]
@@ -200,7 +193,7 @@ def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> De
     found = replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
     with watched() as watch:
         token_times(llm, decoded.context, side.tokens)
-    with contextlib.suppress(ValueError):  # an engine that launches no graphs, or too few
+    with contextlib.suppress(ValueError):  # no or too few graphs, or waits that cannot be watched
         found = replace(found, host=watch.host(graph))
     return found
 
