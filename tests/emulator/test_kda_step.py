@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from tests.emulator.build import Emulator
 from tests.emulator.common import CPU, gpu_with, normal
+from tests.emulator.emulator import Emulator
 from tests.gpu.mla_case import rms
 from vllm_ling.bench.chain import random_kda
 from vllm_ling.decode import reference
