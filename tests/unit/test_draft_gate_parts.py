@@ -163,6 +163,24 @@ def test_limits_of_the_graphs_are_kept() -> None:
     assert gate.steps() == 1
 
 
+def test_a_step_without_tokens_ends_requests_and_the_row_of_rounds() -> None:
+    clock = iter((0.0, 1.0, 50.0, 51.0))
+    times = RoundTimes()
+    added: list[float] = []
+    times.add = lambda cost, seconds: added.append(seconds)  # type: ignore[method-assign]
+    gate, _, _ = served(times=times, clock=lambda: next(clock))
+    gate.begin({"a": 9}, {}, ())
+    gate.trim(["a"], [[1, 2, 3]])
+    gate.rest(["a"])
+    assert not gate._drafted, "a server must not keep what nobody asks for again"
+    gate.trim(["b"], [[1, 2, 3]])
+    gate.begin({"b": 3}, {"b": [1, 2]}, ())
+    gate.trim(["b"], [[1, 2, 3]])
+    gate.rest(())
+    gate.begin({"b": 3}, {"b": [1, 2]}, ())
+    assert added == [], "a pause is no round"
+
+
 def test_rounds_are_timed_from_start_to_start() -> None:
     now = 0.0
     times = RoundTimes()
