@@ -164,21 +164,22 @@ def test_limits_of_the_graphs_are_kept() -> None:
 
 
 def test_a_step_without_tokens_ends_requests_and_the_row_of_rounds() -> None:
-    clock = iter((0.0, 1.0, 50.0, 51.0))
+    now = 0.0
     times = RoundTimes()
     added: list[float] = []
     times.add = lambda cost, seconds: added.append(seconds)  # type: ignore[method-assign]
-    gate, _, _ = served(times=times, clock=lambda: next(clock))
-    gate.begin({"a": 9}, {}, ())
-    gate.trim(["a"], [[1, 2, 3]])
-    gate.rest(["a"])
-    assert not gate._drafted, "a server must not keep what nobody asks for again"
-    gate.trim(["b"], [[1, 2, 3]])
-    gate.begin({"b": 3}, {"b": [1, 2]}, ())
-    gate.trim(["b"], [[1, 2, 3]])
-    gate.rest(())
-    gate.begin({"b": 3}, {"b": [1, 2]}, ())
-    assert added == [], "a pause is no round"
+    server, _, draft = served(times=times, clock=lambda: now)
+    draft.rows = [[0.99] * K]
+    server.trim(["a"], [[1, 2, 3]])
+    server.rest(["a"])
+    assert not server._drafted, "a server must not keep what nobody asks for again"
+    for pause in (False, True, False):
+        server.trim(["b"], [[1, 2, 3]])
+        if pause:
+            server.rest([])
+        now += 50.0 if pause else 2.0
+        server.begin({"b": 4}, {"b": [1, 2, 3]}, [])
+    assert added == [2.0], "a pause is no round"
 
 
 def test_rounds_are_timed_from_start_to_start() -> None:
