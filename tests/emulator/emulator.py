@@ -40,7 +40,8 @@ class Emulator(Builder):
 
     def kernel(self, cubin: bytes, name: str, shared_bytes: int = 0) -> "EmulatedKernel":
         """In the place of `jit.Kernel`."""
-        return EmulatedKernel(self, *json.loads(cubin), shared_bytes)
+        source, defines = json.loads(cubin)
+        return EmulatedKernel(self, source, defines, shared_bytes)
 
     @contextmanager
     def starts(self, early: bool, *late: torch.Tensor) -> Iterator[None]:

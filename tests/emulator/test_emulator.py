@@ -150,3 +150,9 @@ def test_unknown_forms_are_refused(text: str) -> None:
 def test_all_sources_translate() -> None:
     for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
         assert "asm" not in translate(path.read_text()).replace("assembler", "").split(), path.name
+
+
+def test_every_kernel_has_an_emulated_test() -> None:
+    tested = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    tested |= {"mla_absorb", "mla_attend", "mla_merge"} if "mla_attention" in tested else set()
+    assert {path.stem for path in KERNELS.glob("*.cu")} <= tested

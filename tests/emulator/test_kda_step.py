@@ -73,7 +73,8 @@ def check(
         mine = copy.deepcopy(pool)
         with emulator.starts(early, projected, normed):
             kernel(projected, normed, w, mine, batch, out)
-        outs.append(out), pools.append(mine)
+        outs.append(out)
+        pools.append(mine)
     assert torch.equal(outs[0], outs[1]) and torch.equal(pools[0].recurrent, pools[1].recurrent)
 
     def exact(weights: KdaWeights, states: KdaStates) -> torch.Tensor:
