@@ -204,7 +204,8 @@ class DraftGate:
         cost = self._fixed + self._costs.draft * drafted
         cost += self._costs.step(sum(outcome.verified + 1 for outcome in batch))
         emitted = sum(outcome.accepted + 1 for outcome in batch)
-        self._per_token += _RECENT * (cost - emitted * self._per_token)
+        # By request: a large batch must not count for more than one round does.
+        self._per_token += _RECENT * (cost - emitted * self._per_token) / len(batch)
 
     def _judge_positions(self, batch: list[Sequence[float]]) -> None:
         """What verifying each position was expected to save: never less than nothing, as it can be left out.

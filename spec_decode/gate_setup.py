@@ -171,5 +171,8 @@ def _costs(vllm_config: Any, most: int) -> Costs:
 
 def _off(reason: str) -> None:
     """Says that the gate does not run."""
-    warning(f"ling.draft_gate cannot be honoured ({reason}); every draft token is verified")
+    warning(
+        f"ling.draft_gate cannot be honoured ({reason}); every draft token is verified, and asynchronous scheduling "
+        "stays off: start without the option"
+    )
     choose("draft_gate", "off", reason)

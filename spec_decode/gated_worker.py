@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_ling.spec_decode.gate_graphs import capture_every_length
@@ -26,7 +26,9 @@ class GatedSteps:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's, drafting as many tokens at the end of the step as the gate asks for."""
-        if self._gate is not None and scheduler_output.num_scheduled_tokens:
+        if self._gate is not None and not scheduler_output.num_scheduled_tokens:
+            self._gate.rest(scheduler_output.finished_req_ids)
+        elif self._gate is not None:
             scheduler_output.num_spec_tokens_to_schedule = self._gate.begin(
                 scheduler_output.num_scheduled_tokens,
                 scheduler_output.scheduled_spec_decode_tokens,
@@ -37,8 +39,12 @@ class GatedSteps:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As vLLM's; the gate learns what was accepted."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._gate is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):  # the V2 runner's, whatever the scheduling
+            output = output.get_output()
         tokens = getattr(output, "sampled_token_ids", None)
-        if self._gate is not None and tokens:
+        if tokens:
             self._gate.end({request: tokens[row] for request, row in output.req_id_to_index.items()})
         return output
 

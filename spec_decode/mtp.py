@@ -77,6 +77,11 @@ class LingMTPModel(BailingMoeV3MTPModel):
 
             install_moe_blocks(self, vllm_config)
             join_draft_steps()
+            argmax = bool(vllm_config.speculative_config.use_local_argmax_reduction)
+            reason = (
+                "greedy drafts on one GPU need no logits" if argmax else "the draft's logits are asked for"
+            )
+            choose("draft tokens", "argmax" if argmax else "logits", reason)
         self._fused = fused_draft(layers, vllm_config, options.decode) if current_platform.is_cuda() else None
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:

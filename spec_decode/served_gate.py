@@ -12,7 +12,7 @@ Allowed = Callable[[int], Collection[int] | None]
 
 
 class ServedGate:
-    """One engine's gate; calls come in the order begin, end, trim, once a step.
+    """One engine's gate; calls come in the order begin, end, trim, once a step; `rest` for a step without tokens.
 
     Args:
         gate: decides.
@@ -60,9 +60,7 @@ class ServedGate:
         Returns:
             How many tokens to draft at its end.
         """
-        for request in finished:
-            self._drafted.pop(request, None)
-        self._round = {}
+        self._forget(finished)
         for request, tokens in scheduled.items():
             probabilities, verified = self._drafted.pop(request, None), len(drafts.get(request, ()))
             # Others are prompts, or verify what was not drafted: vLLM pads some with placeholders.
@@ -74,6 +72,16 @@ class ServedGate:
         steps = self._gate.steps(self._steps(len(scheduled)), least)
         self._measure(decodes_only, sum(scheduled.values()), steps)
         return steps
+
+    def rest(self, finished: Iterable[str]) -> None:
+        """A step without tokens: requests may end in it, and what follows is no round right after the one before."""
+        self._forget(finished)
+        self._before = None
+
+    def _forget(self, finished: Iterable[str]) -> None:
+        for request in finished:
+            self._drafted.pop(request, None)
+        self._round = {}
 
     def _measure(self, decodes_only: bool, tokens: int, steps: int) -> None:
         """Rounds that follow each other without a pause take from start to start."""

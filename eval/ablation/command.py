@@ -2,6 +2,7 @@
 """The command `vllm-ling eval ablate` from its options to `ablation.json`, its page, and the exit code."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,7 @@ from vllm_ling.eval.runs.commands import check_out
 from vllm_ling.eval.runs.gsm8k import Gsm8k
 from vllm_ling.eval.runs.synthetic import Synthetic
 
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _ACCEPT_LENGTH = 2.68  # of Ling-3.0-flash with three drafts on GSM8K
 
 
@@ -137,8 +139,12 @@ def make_plan(asked: Asked, gpu: bool) -> Ablation:
 
 
 def environment() -> dict[str, str]:
-    """vLLM's variables that every server inherits."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")}
+    """vLLM's variables that every server inherits, without secrets such as VLLM_API_KEY."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("VLLM_") and not _SECRET.search(name)
+    }
 
 
 def has_gpu_build() -> bool:

@@ -76,10 +76,11 @@ __device__ __forceinline__ void stage_x(bf16_t *staged, const bf16_t *x, const f
 // CTAs x COLUMNS pairs, `counter` starts at zero. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
 // receives the normalized x. `factors`: FP32 [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    fp8_gemv(const bf16_t *__restrict__ x, const bf16_t *__restrict__ x_second, const uint8_t *__restrict__ w, const uint8_t *__restrict__ w_second,
-             const uint8_t *__restrict__ w_third, const float *__restrict__ scales, const float *__restrict__ scales_second,
-             const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight,
-             const bf16_t *__restrict__ norm_second, const float *__restrict__ factors, bf16_t *normed, const bf16_t *residual, bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
+    fp8_gemv(const bf16_t *__restrict__ x, const bf16_t *__restrict__ x_second, const uint8_t *__restrict__ w,
+             const uint8_t *__restrict__ w_second, const uint8_t *__restrict__ w_third, const float *__restrict__ scales,
+             const float *__restrict__ scales_second, const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight,
+             const bf16_t *__restrict__ norm_second, const float *__restrict__ factors, bf16_t *normed, const bf16_t *residual,
+             bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;

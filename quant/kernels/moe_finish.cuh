@@ -11,12 +11,13 @@ constexpr int FINISH_SHARE = ceil_div(TOKENS * (HIDDEN / 2), FINISHERS);
 __device__ constexpr int team_of(int lanes) { return lanes >= 32 ? 32 : lanes >= 16 ? 16 : lanes >= 8 ? 8 : lanes >= 4 ? 4 : lanes >= 2 ? 2 : 1; }
 constexpr int TEAM = team_of(larger(THREADS / FINISH_SHARE, 1));
 
-// By one of the last FINISHERS CTAs, which have the least other work: waits for all parts of its values, adds them in the order of the CTAs they come from, the shared expert's last, then the
-// residual. `out` may be x or the residual: a residual value is read here only, and all CTAs have read x, or there would be
-// no schedule here.
+// By one of the last FINISHERS CTAs, which have the least other work: waits for all parts of its values, adds them in the order of
+// the CTAs they come from, the shared expert's last, then the residual. `out` may be x or the residual: a residual value is read
+// here only, and all CTAs have read x, or there would be no schedule here.
 __device__ __forceinline__ void finish(const Scratch *scratch, const Work &work, const bf16_t *residual, bf16_t *out, int tokens, uint32_t tag) {
   constexpr int MOST = ceil_div(DOWN_PARTS + SHARED_PARTS, TEAM), AT_ONCE = MOST < 8 ? MOST : 8;
-  int all = tokens * (HIDDEN / 2), share = ceil_div(all, FINISHERS), begin = ((int)blockIdx.x - (GRID - FINISHERS)) * share, end = min(begin + share, all);
+  int all = tokens * (HIDDEN / 2), share = ceil_div(all, FINISHERS);
+  int begin = ((int)blockIdx.x - (GRID - FINISHERS)) * share, end = min(begin + share, all);
   int member = threadIdx.x % TEAM;
   if (begin < 0) return;
 #pragma unroll 1

@@ -8,15 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.doctor import widened
-from tests.doctor.capture import CORES, RANKS
 from vllm_ling.doctor.facts.pages import fetch
 from vllm_ling.eval.serving.servers import Server, free_port, running
 from vllm_ling.metrics import names
@@ -114,35 +110,6 @@ def test_a_sound_server_under_load_has_no_findings(server: Server) -> None:
         "plugin_active",
     }
     assert took < INTERVAL_S + 3
-
-
-@pytest.mark.clean
-def test_a_sound_server_of_two_ranks_has_no_findings(tmp_path: Path) -> None:
-    model, port = widened.widen(tmp_path / "model"), free_port()
-    command = [str(model) if word == "tiny-ling" else word for word in SERVE]
-    command += ["--served-model-name", widened.NAME, "--port", str(port), *RANKS]
-    with (
-        running(command, port=port, log=tmp_path / "log", env=CORES, timeout_s=500) as server,
-        httpx.Client(trust_env=False, timeout=240) as client,
-        ThreadPoolExecutor() as pool,
-    ):
-
-        def ask(count: int) -> None:
-            for question in QUESTIONS[:count]:
-                body = {"model": widened.NAME, "messages": [{"role": "user", "content": question}]}
-                client.post(
-                    f"{server.url}/v1/chat/completions", json={**body, "temperature": 0, "max_tokens": 64}
-                ).raise_for_status()
-
-        ask(1)  # the first one warms up
-        answered = pool.submit(ask, 12)
-        code, answer, _ = doctor("--url", server.url, "--interval", "25")
-        answered.result()
-    findings = answer["findings"]
-    assert isinstance(findings, list)
-    assert [finding for finding in findings if finding["outcome"] != "ok"] == [] and code == 0
-    (ranks,) = (finding["evidence"] for finding in findings if finding["check"] == "ranks_agree")
-    assert "VllmWorker-0" in ranks and "VllmWorker-1" in ranks
 
 
 @pytest.mark.clean

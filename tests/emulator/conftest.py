@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.emulator.build import COMPILER, Emulator, emulated
+from tests.emulator.build import COMPILER
+from tests.emulator.emulator import Emulator, emulated
 from vllm_ling.decode import mla_attention, mla_prepare
 from vllm_ling.quant import kernel_family
 

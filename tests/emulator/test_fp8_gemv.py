@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from tests.emulator.build import Emulator
 from tests.emulator.common import CPU, gpu_with, normal, same_bits
+from tests.emulator.emulator import Emulator
 from tests.gpu.mla_case import rms
 from vllm_ling.bench.layers import random_fp8
 from vllm_ling.decode.reference import rms_norm

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from tests.emulator.build import Emulator
 from tests.emulator.common import CPU, gpu_with, normal
+from tests.emulator.emulator import Emulator
 from tests.gpu.mla_case import rms
 from vllm_ling.bench.chain import random_kda
 from vllm_ling.decode import reference
@@ -73,7 +73,8 @@ def check(
         mine = copy.deepcopy(pool)
         with emulator.starts(early, projected, normed):
             kernel(projected, normed, w, mine, batch, out)
-        outs.append(out), pools.append(mine)
+        outs.append(out)
+        pools.append(mine)
     assert torch.equal(outs[0], outs[1]) and torch.equal(pools[0].recurrent, pools[1].recurrent)
 
     def exact(weights: KdaWeights, states: KdaStates) -> torch.Tensor:

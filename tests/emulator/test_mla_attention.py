@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.emulator.build import Emulator
 from tests.emulator.common import CPU, gpu_with, same_bits
+from tests.emulator.emulator import Emulator
 from tests.gpu.mla_case import Case, rms
 from vllm_ling.decode.mla_attention import MlaAttention
 from vllm_ling.decode.mla_prepare import MlaShape

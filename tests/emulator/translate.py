@@ -27,11 +27,11 @@ def translate(source: str) -> str:
     text = "".join([*out, source[at:]])
     text = re.sub(
         r"extern __shared__ (\w+) (\w+)\[\];",
-        r"\1 *\2 = (\1 *)emulator::grid->shared_memory(emulator::grid->dynamic_bytes());",
+        r"\1 *\2 = (\1 *)emulator::dynamic_memory();",
         text,
     )
     text, count = re.subn(
-        r"__shared__ (\w+) (\w+);", r"\1 &\2 = *(\1 *)emulator::grid->shared_memory(sizeof(\1));", text
+        r"__shared__ (\w+) (\w+);", r"\1 &\2 = *(\1 *)emulator::static_memory(sizeof(\1));", text
     )
     if count > 1 or "__shared__" in text:
         raise TranslationError("one variable in shared memory is what is emulated")
@@ -50,19 +50,29 @@ def assembler(inside: str) -> str:
 
 
 def _instruction(text: str, operands: list[str]) -> str:
-    if register := re.fullmatch(r"\.reg \.(pred|b64) ([\w, ]+)", text):
-        return f"{'bool' if register[1] == 'pred' else 'emulator::Word'} {register[2]};"
+    if declared := re.fullmatch(r"\.reg \.(pred|b64) ([\w, ]+)", text):
+        names = ", ".join(_register(name.strip()) for name in declared[2].split(","))
+        return f"{'bool' if declared[1] == 'pred' else 'emulator::Word'} {names};"
     found = re.fullmatch(r"(?:@(\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL)
     if found is None:
         raise TranslationError(f"not an instruction: {text}")
     condition, name, rest = found.groups()
     values = [
-        re.sub(r"%(\d+)", lambda number: f"({operands[int(number[1])]})", value)
-        for value in re.sub(r"[{}\[\]]", "", rest).replace(" ", "").split(",")
+        f"({operands[int(value[1:])]})"
+        if value[0] == "%"
+        else value
+        if value[0].isdigit()
+        else _register(value)
+        for value in re.sub(r"[{}\[\]\s]", "", rest).split(",")
         if value and value != "_"
     ]
     call = f"ptx::{re.sub(r'[.:]+', '_', name)}({', '.join(values)});"
-    return f"if ({condition}) {call}" if condition else call
+    return f"if ({_register(condition)}) {call}" if condition else call
+
+
+def _register(name: str) -> str:
+    """Away from the names of C++ around it."""
+    return f"register_{name}"
 
 
 def _operand(text: str) -> str:

@@ -163,6 +163,25 @@ def test_limits_of_the_graphs_are_kept() -> None:
     assert gate.steps() == 1
 
 
+def test_a_step_without_tokens_ends_requests_and_the_row_of_rounds() -> None:
+    now = 0.0
+    times = RoundTimes()
+    added: list[float] = []
+    times.add = lambda cost, seconds: added.append(seconds)  # type: ignore[method-assign]
+    server, _, draft = served(times=times, clock=lambda: now)
+    draft.rows = [[0.99] * K]
+    server.trim(["a"], [[1, 2, 3]])
+    server.rest(["a"])
+    assert not server._drafted, "a server must not keep what nobody asks for again"
+    for pause in (False, True, False):
+        server.trim(["b"], [[1, 2, 3]])
+        if pause:
+            server.rest([])
+        now += 50.0 if pause else 2.0
+        server.begin({"b": 4}, {"b": [1, 2, 3]}, [])
+    assert added == [2.0], "a pause is no round"
+
+
 def test_rounds_are_timed_from_start_to_start() -> None:
     now = 0.0
     times = RoundTimes()

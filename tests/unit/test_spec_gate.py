@@ -170,3 +170,14 @@ def test_published_comparison() -> None:
     for name in ("held_out", "hard"):
         assert rows[name, "gated"] <= min(rows[name, f"k{k}"] for k in range(1, 5))
     assert rows["hard", "gated"] <= 0.92 * rows["hard", "k3"]
+
+
+@pytest.mark.parametrize("requests", [1, 64, 256])
+def test_the_cost_of_a_token_settles_whatever_the_batch(requests: int) -> None:
+    """As many requests a round as a server admits by default must not make the running average swing."""
+    costs = Costs([0.0, *(10.0 + n for n in range(1, 1100))], 1.0)
+    gate = DraftGate(costs, MOST)
+    for _ in range(600):
+        gate.observe([Outcome([0.9], 1, 1)] * requests)
+    exact = (costs.step(2 * requests) + costs.draft) / (2 * requests)
+    assert gate._per_token == pytest.approx(exact, rel=0.02)

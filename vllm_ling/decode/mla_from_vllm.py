@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3MLAAttention
 
@@ -103,6 +104,8 @@ def mla_batch(attend: Any, tokens: int, most: int) -> tuple[MlaBatch | None, str
     slots = mappings.get(attend.layer_name) if isinstance(mappings, dict) else None
     if plan is None or slots is None:
         return None, "vLLM has no plan for it"
+    if has_kv_transfer_group():
+        return None, "a KV connector follows vLLM's attention layer by layer"
     if plan.decode is None or plan.num_prefills or not plan.causal:
         return None, "it holds a prompt"
     if tokens > most:

@@ -28,7 +28,7 @@ class LingConfigHook(VerifyAndUpdateConfig):
         from vllm_ling.spec_decode.draft_vocab import load_draft_vocab, tokenizer_hash
         from vllm_ling.spec_decode.gate_setup import set_up
         from vllm_ling.spec_decode.refusals import DraftFacts, refuse
-        from vllm_ling.status import choose, share
+        from vllm_ling.status import share
 
         share()
         options = parse_options(vllm_config.additional_config)
@@ -48,13 +48,11 @@ class LingConfigHook(VerifyAndUpdateConfig):
                 tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
             )
         )
-        if draft is not None:
+        if draft is not None and draft.method == "mtp":
             ranks = vllm_config.parallel_config.tensor_parallel_size
-            argmax, reason = choose_draft_argmax(
+            draft.use_local_argmax_reduction, _ = choose_draft_argmax(
                 draft, ranks, current_platform.is_cuda(), options.draft_gate != "off"
             )
-            choose("draft tokens", "argmax" if argmax else "logits", reason)
-            draft.use_local_argmax_reduction = argmax
         if options.draft_vocab is not None:
             known = tokenizer_hash(resolve_model(target.model))
             load_draft_vocab(options.draft_vocab, target.hf_config.vocab_size, known)

@@ -46,7 +46,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned long long both = (unsigned long long)b << 32 | a;
   unsigned result = 0;
   for (int i = 0; i < 4; i++) {
-    if (selector >> (4 * i) & 8) emulator::grid->fail("__byte_perm: the sign mode is not emulated");
+    if (selector >> (4 * i) & 8) emulator::fail("__byte_perm: the sign mode is not emulated");
     result |= (unsigned)(both >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
   }
   return result;
@@ -66,11 +66,11 @@ inline const emulator::LaneValue *exchange(unsigned mask, const char *what, T va
   emulator::LaneValue mine = {};
   static_assert(sizeof(T) <= sizeof(mine), "too wide");
   memcpy(mine.word, &value, sizeof(T));
-  return emulator::grid->meet(mask, what, mine);
+  return emulator::meet(mask, what, mine);
 }
 template <typename T>
 inline T lane_value(const emulator::LaneValue *all, unsigned mask, unsigned lane) {
-  if (!(mask >> lane & 1)) emulator::grid->fail("reads the value of a lane that is not in the mask");
+  if (!(mask >> lane & 1)) emulator::fail("reads the value of a lane that is not in the mask");
   T value;
   memcpy(&value, all[lane].word, sizeof(T));
   return value;
@@ -109,7 +109,7 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
   return value;
 }
 
-inline void __syncthreads() { emulator::grid->cta_barrier(); }
+inline void __syncthreads() { emulator::cta_barrier(); }
 inline void __threadfence() {}  // plain stores are never late
 inline unsigned atomicAdd(unsigned *p, unsigned v) {
   unsigned before = *p;
@@ -126,4 +126,4 @@ inline unsigned atomicMax(unsigned *p, unsigned v) {
   *p = max(before, v);
   return before;
 }
-inline unsigned long long __cvta_generic_to_shared(const void *p) { return emulator::grid->shared_address(p); }
+inline unsigned long long __cvta_generic_to_shared(const void *p) { return emulator::shared_address(p); }

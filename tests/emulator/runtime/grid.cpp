@@ -15,7 +15,7 @@ namespace emulator {
 Grid *grid;
 Thread *self;
 
-static const Word PATIENCE = 20000;             // passes of each warp without anything getting done
+static const Word PATIENCE = 1000;  // passes of each warp without anything getting done
 
 static char *reserve(size_t bytes) {
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -23,8 +23,24 @@ static char *reserve(size_t bytes) {
   return (char *)p;
 }
 
-Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1) {
-  unsigned count = l.grid_x * l.grid_y, warps_each = (l.threads + 31) / 32;
+// Many pieces of memory, each with a guard page at `guard`; kept from one grid to the next, as guards are slow to make.
+static std::vector<Pieces> unused;
+static Pieces pieces(size_t count, size_t bytes, size_t guard) {
+  for (size_t i = unused.size(); i-- > 0;) {
+    if (unused[i].bytes != bytes) continue;
+    Pieces found = unused[i];
+    unused.erase(unused.begin() + i);
+    if (found.count >= count) return found;
+    munmap(found.base, found.count * bytes);
+  }
+  Pieces made = {reserve(count * bytes), count, bytes};
+  for (size_t i = 0; i < count; i++)
+    if (mprotect(made.base + i * bytes + guard, PAGE, PROT_NONE)) abort();
+  return made;
+}
+
+Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u | 1), warps_each(l.threads / 32) {
+  unsigned count = l.grid_x * l.grid_y;
   for (int i = 0; i < 8; i++) random();
   threads.resize((size_t)count * l.threads), warps.resize((size_t)count * warps_each), ctas.resize(count), clusters.resize(count / l.cluster);
   for (unsigned c = 0; c < count; c++) {
@@ -40,23 +56,16 @@ Grid::Grid(const Launch &l) : launch(l), state(l.seed * 0x9E3779B97F4A7C15u + 1)
     }
   }
   live = threads.size();
-  stacks = reserve(threads.size() * STACK);
-  arena = reserve(count * WINDOW);
-  for (size_t i = 0; i < threads.size(); i++) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
-  for (unsigned c = 0; c < count; c++) mprotect(arena + (c + 1) * WINDOW - PAGE, PAGE, PROT_NONE);
+  if (l.threads % 32 || count % l.cluster || count * WINDOW >> 32) problem = "a launch of this size is not emulated";
+  stacks = pieces(threads.size(), STACK, 0);
+  windows = pieces(count, WINDOW, WINDOW - PAGE), arena = windows.base;
   strategy = (decltype(strategy))(random() % 4);
-  laziness = random() % 3;
+  laziness = random() % 3, slowness = 64u << random() % 3 * 5;
   slow_cta = random() % count, slow_warp = random() % warps.size();
 }
 
 Grid::~Grid() {
-  munmap(stacks, threads.size() * STACK);
-  munmap(arena, ctas.size() * WINDOW);
-}
-
-Word Grid::random() {
-  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-  return state >> 16;
+  unused.push_back(stacks), unused.push_back(windows);
 }
 
 void Grid::make_ready(Warp &warp, unsigned lanes) {
@@ -79,10 +88,22 @@ void fiber_main() {
 void Grid::leave() {
   if (!_setjmp(self->at)) _longjmp(scheduler, 1);
 }
-void Grid::yield() { leave(); }
 void Grid::block() {
   self->warp->ready &= ~(1u << self->lane);
   leave();
+}
+
+void Grid::look() {
+  if (!chance(4)) return;
+  if (self->seen != deliveries) self->seen = deliveries, self->in_vain = 0;
+  if (++self->in_vain < 8 || (deliveries == 0 && pending.empty())) return yield();
+  self->in_vain = 0;
+  sleepers.push_back(self);
+  block();
+}
+void Grid::wake_sleepers() {
+  for (Thread *thread : sleepers) make_ready(*thread->warp, 1u << thread->lane);
+  sleepers.clear();
 }
 
 void Grid::resume(Thread &thread) {
@@ -93,7 +114,7 @@ void Grid::resume(Thread &thread) {
   thread.begun = true;
   static ucontext_t context;
   getcontext(&context);
-  context.uc_stack.ss_sp = stacks + (&thread - threads.data()) * STACK + PAGE;
+  context.uc_stack.ss_sp = stacks.base + (&thread - threads.data()) * STACK + PAGE;
   context.uc_stack.ss_size = STACK - PAGE;
   context.uc_link = nullptr;
   makecontext(&context, fiber_main, 0);
@@ -107,29 +128,51 @@ void Grid::fail(const std::string &what) {
 }
 
 void on_signal(int number) {
-  grid->fail(number == SIGSEGV || number == SIGBUS ? "touches memory that is not there" : "traps");
+  grid->fail(number == SIGSEGV || number == SIGBUS ? "touches memory that is not there, or at an odd address" : "traps");
 }
+// Within its scope, what would end the process ends the launch, on a stack of its own as the fiber's may be full.
+struct Traps {
+  static constexpr int NUMBERS[4] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  struct sigaction before[4];
+  stack_t before_stack;
+
+  Traps() {
+    static char *const memory = reserve(PAGE);
+    stack_t stack = {};
+    stack.ss_sp = memory, stack.ss_size = PAGE;
+    sigaltstack(&stack, &before_stack);
+    struct sigaction action = {};
+    action.sa_handler = on_signal, action.sa_flags = SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 4; i++) sigaction(NUMBERS[i], &action, &before[i]);
+  }
+  ~Traps() {
+    for (int i = 0; i < 4; i++) sigaction(NUMBERS[i], &before[i], nullptr);
+    sigaltstack(&before_stack, nullptr);
+  }
+};
 
 // A warp's lanes one after the other, in either direction from anywhere, now and then only some of them.
 void Grid::pass(Warp &warp) {
   unsigned first = random() % 32, step = chance(2) ? 1 : 31, some = chance(4) ? (unsigned)random() : ~0u;
-  unsigned base = (warp.number % ((launch.threads + 31) / 32)) * 32;
-  Thread *of_warp = &threads[(size_t)(warp.number / ((launch.threads + 31) / 32)) * launch.threads + base];
+  unsigned base = warp.number % warps_each * 32;
+  Thread *of_warp = &threads[(size_t)(warp.number / warps_each) * launch.threads + base];
   for (unsigned i = 0; i < 32 && problem.empty(); i++) {
     unsigned lane = (first + i * step) % 32;
-    if (warp.ready & some & 1u << lane) resume(of_warp[lane]);
+    if (!(warp.ready & some & 1u << lane)) continue;
+    if (of_warp[lane].ended) warp.ready &= ~(1u << lane);  // whoever woke it had not noticed
+    else resume(of_warp[lane]);
   }
 }
 
 Warp &Grid::pick() {
   size_t found = random() % queue.size();
-  auto slow = [&](size_t i) { return queue[i] == slow_warp || queue[i] / ((launch.threads + 31) / 32) == slow_cta; };
+  auto slow = [&](size_t i) { return queue[i] == slow_warp || queue[i] / warps_each == slow_cta; };
   bool sticky = strategy == STICKY || strategy == STICKY_AND_SLOW, slowed = strategy == SLOW_ONES || strategy == STICKY_AND_SLOW;
   if (sticky && progress_at == passes - 1 && random() % 16 && warps[last_warp].queued)
     for (size_t i = queue.size(); i-- > 0 && i + 8 > queue.size();)
       if (queue[i] == last_warp) found = i;
-  if (slowed && random() % 64)
-    for (int tries = 0; tries < 6 && slow(found); tries++) found = random() % queue.size();
+  if (slowed && passes - progress_at < 8 * warps.size() && random() % slowness)
+    for (int tries = 0; tries < 16 && slow(found); tries++) found = random() % queue.size();
   Warp &warp = warps[queue[found]];
   queue[found] = queue.back(), queue.pop_back();
   warp.queued = false, last_warp = warp.number;
@@ -150,59 +193,45 @@ bool Grid::give_up(const char *why) {
   return false;
 }
 
+void Grid::release() {
+  released = true;
+  for (Thread &t : threads)
+    if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
+}
+
+// Nothing can go on of itself. False: nor will it.
+bool Grid::stir(Until until) {
+  if (!pending.empty() || !sleepers.empty()) {
+    for (size_t n = pending.empty() ? 0 : 1 + random() % pending.size(); n && problem.empty(); n--) deliver(random() % pending.size());
+    wake_sleepers();
+    return true;
+  }
+  if (released) return give_up("all threads wait for each other");
+  if (until == PRODUCER_NEEDED) return false;
+  release();
+  return true;
+}
+
 bool Grid::run(Until until) {
-  static char *signal_stack = reserve(PAGE);
-  stack_t ours = {}, before_stack;
-  ours.ss_sp = signal_stack, ours.ss_size = PAGE;
-  sigaltstack(&ours, &before_stack);
-  struct sigaction action = {}, before[4];
-  const int numbers[4] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
-  action.sa_handler = on_signal, action.sa_flags = SA_ONSTACK | SA_NODEFER;
-  for (int i = 0; i < 4; i++) sigaction(numbers[i], &action, &before[i]);
+  Traps traps;
   grid = this;
   blockDim = {launch.threads, 1, 1}, gridDim = {launch.grid_x, launch.grid_y, 1};
   progress_at = passes;
-  if (until == END && !released) {
-    released = true;
-    for (Thread &t : threads)
-      if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
-  }
-
-  bool fine = true;
-  while (live && fine) {
-    if (until == CONSUMER_MAY_START && all_let_start()) break;
+  if (until == END && !released) release();
+  while (live && problem.empty() && !(until == CONSUMER_MAY_START && all_let_start())) {
     if (queue.empty()) {
-      if (!pending.empty()) {
-        deliver(random() % pending.size());
-        if (!problem.empty()) fine = false;
-        continue;
-      }
-      if (!released && until != END) {
-        if (until == PRODUCER_NEEDED) break;
-        released = true;
-        for (Thread &t : threads)
-          if (t.waited && !t.ended) make_ready(*t.warp, 1u << t.lane);
-        continue;
-      }
-      fine = give_up("all threads wait for each other");
+      if (stir(until)) continue;
       break;
     }
     Warp &warp = pick();
     pass(warp);
     if (warp.ready) make_ready(warp, 0);
-    if (!problem.empty()) fine = false;
-    if (fine) drain();
-    if (!problem.empty()) fine = false;
-    if (++passes - progress_at > PATIENCE * warps.size()) fine = give_up("nothing gets done any more");
+    if (problem.empty()) drain();
+    if (++passes - progress_at > PATIENCE * warps.size() && problem.empty()) give_up("nothing gets done any more");
   }
-  while (fine && !live && !pending.empty()) {
-    deliver(pending.size() - 1);
-    fine = problem.empty();
-  }
+  while (!live && !pending.empty() && problem.empty()) deliver(pending.size() - 1);
   grid = nullptr;
-  for (int i = 0; i < 4; i++) sigaction(numbers[i], &before[i], nullptr);
-  sigaltstack(&before_stack, nullptr);
-  return fine;
+  return problem.empty();
 }
 
 }  // namespace emulator

@@ -5,22 +5,15 @@
 // global memory, pushes into other CTAs. Plain stores are seen at once, which is more than CUDA promises.
 #pragma once
 #include <csetjmp>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <map>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
-struct Index {
-  unsigned x, y, z;
-};
-extern Index threadIdx, blockIdx, blockDim, gridDim;  // of the running fiber
+#include "device.h"
 
 namespace emulator {
-
-typedef unsigned long long Word;
 
 constexpr size_t PAGE = 65536;                // at least the system's, for guards
 constexpr size_t STACK = 4 * PAGE;            // of a fiber, with a guard page below
@@ -41,14 +34,13 @@ struct Thread {
   bool begun = false, ended = false, waited = false;
   unsigned cluster_turn = 0;          // of the cluster's barrier when this thread arrived
   bool arrived = false;               // at that barrier, and has not waited yet
+  Word seen = 0;                      // of the grid's deliveries when this thread last looked
+  unsigned in_vain = 0;               // looks since there was a new one
   std::vector<Copy> open;             // copies that no group has yet
   std::deque<std::vector<Copy>> groups;
 };
 
 // What the lanes of a mask do together. Two turns are kept: a lane may come to the next one before others have read this one.
-struct LaneValue {
-  unsigned word[6];
-};
 struct Meeting {
   unsigned mask = 0, arrived = 0, turn = 0;
   const char *what = nullptr;
@@ -90,6 +82,11 @@ struct Pending {
   unsigned data[4];
 };
 
+struct Pieces {
+  char *base = nullptr;
+  size_t count = 0, bytes = 0;
+};
+
 struct Launch {
   void (*call)(void **);
   void **arguments;
@@ -108,11 +105,8 @@ class Grid {
   bool run(Until until);
   std::string problem;
 
-  // For the builtins, from within a fiber.
-  void yield();
-  void maybe_yield() {
-    if (chance(4)) yield();
-  }
+  // As in device.h, from within a fiber.
+  void look();
   const LaneValue *meet(unsigned mask, const char *what, const LaneValue &mine);
   void cta_barrier();
   void cluster_arrive();
@@ -120,28 +114,33 @@ class Grid {
   void wait_for_producer();
   void let_consumer_start();
   void *shared_memory(size_t bytes);
+  void *dynamic_memory() { return shared_memory(launch.shared_bytes); }
   unsigned shared_address(const void *p);
-  char *shared_pointer(unsigned address);
+  char *shared_pointer(unsigned address) { return arena + address; }
   unsigned address_in_cluster(unsigned address, unsigned rank);
-  Mbarrier &mbarrier(const void *at);
-  void init_mbarrier(void *at, int arrivals);
-  void expect(void *mbarrier_at, int bytes);  // and arrives
-  void await(const void *mbarrier_at, unsigned parity);
+  void init_mbarrier(const void *at, int arrivals);
+  void expect(const void *at, int bytes);
+  void await(const void *at, unsigned parity);
   void copy_async(void *to, const void *from);
   void commit_copies();
   void wait_copies(unsigned most_pending);
   void store_late(void *to, const unsigned *data, int bytes);
   void push(char *to, const void *barrier, const unsigned *data, int bytes);
-  void drain();
   [[noreturn]] void fail(const std::string &what);
-  Word random();
+  Word random() {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return state >> 16;
+  }
   bool chance(unsigned one_in) { return random() % one_in == 0; }
-  unsigned dynamic_bytes() const { return launch.shared_bytes; }
 
  private:
   friend void fiber_main();
   friend void on_signal(int);
+  void yield() { leave(); }
+  void drain();
+  Mbarrier &mbarrier(const void *at);
   void make_ready(Warp &warp, unsigned lanes);
+  void wake_sleepers();
   void block();
   void leave();
   void resume(Thread &thread);
@@ -153,6 +152,8 @@ class Grid {
   Cta &cta_of(const void *shared);
   bool all_let_start() const;
   bool give_up(const char *why);
+  void release();
+  bool stir(Until until);
 
   Launch launch;
   std::vector<Thread> threads;
@@ -162,12 +163,17 @@ class Grid {
   std::vector<unsigned> queue;  // of warps that can go on
   std::vector<Pending> pending;
   std::unordered_set<void *> stored;  // where relaxed stores went
-  char *arena = nullptr, *stacks = nullptr;
+  Pieces stacks, windows;
+  char *arena = nullptr;  // of the windows
   unsigned live = 0, slow_cta = 0, slow_warp = 0, last_warp = 0;
   enum { UNIFORM, STICKY, SLOW_ONES, STICKY_AND_SLOW } strategy;
   unsigned laziness;  // of stores: 0 at once
+  unsigned slowness;  // of what is slow: it is left out but once in so many times
   bool released = false;
-  Word state, passes = 0, progress_at = 0;
+  Word state;
+  unsigned warps_each;  // of a CTA
+  Word passes = 0, progress_at = 0, deliveries = 0;
+  std::vector<Thread *> sleepers;  // that looked in vain
   jmp_buf scheduler;
 };
 

@@ -2,14 +2,10 @@
 // The PTX instructions that the kernels' inline assembler uses, a function each: its name is the instruction with _ for . and ::, its
 // arguments are the operands in PTX's order. An instruction that is missing here is one that g++ does not find.
 #pragma once
-#include <cmath>
-#include <cstring>
-
-#include "grid.h"
+#include "device.h"
 
 namespace ptx {
 
-using emulator::grid;
 using emulator::Word;
 
 template <typename T>
@@ -63,14 +59,15 @@ inline void selp_u32(unsigned &d, unsigned a, unsigned b, bool p) { d = p ? a : 
 // The tensor core: A is [16][16] row by row, B [16][8] column by column; lane 4 g + t has of A the rows g and g + 8.
 template <float (*value)(unsigned)>
 inline void multiply(float *d, const unsigned *a, const unsigned *b, const char *what) {
-  emulator::LaneValue mine = {{a[0], a[1], a[2], a[3], b[0], b[1]}};
-  const emulator::LaneValue *all = grid->meet(~0u, what, mine);
-  unsigned lane = emulator::self->lane, g = lane / 4, t = lane % 4;
+  emulator::LaneValue mine;
+  for (unsigned i = 0; i < 12; i++) mine.value[i] = value((i < 8 ? a[i / 2] : b[(i - 8) / 2]) >> i % 2 * 16 & 0xFFFFu);
+  const emulator::LaneValue *all = emulator::meet(~0u, what, mine);
+  unsigned lane = (threadIdx.x % 32), g = lane / 4, t = lane % 4;
   for (unsigned i = 0; i < 4; i++) {
     float sum = 0.f;
     for (unsigned k = 0; k < 16; k++) {
-      unsigned of_a = all[g * 4 + k % 8 / 2].word[k / 8 * 2 + i / 2], of_b = all[(t * 2 + i % 2) * 4 + k % 8 / 2].word[4 + k / 8];
-      sum += value(of_a >> k % 2 * 16 & 0xFFFFu) * value(of_b >> k % 2 * 16 & 0xFFFFu);
+      const float *of_a = all[g * 4 + k % 8 / 2].value + k / 8 * 4 + i / 2 * 2, *of_b = all[(t * 2 + i % 2) * 4 + k % 8 / 2].value + 8 + k / 8 * 2;
+      sum += of_a[k % 2] * of_b[k % 2];
     }
     d[i] += sum;
   }
@@ -91,18 +88,18 @@ MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, from_f16)
 // g, transposed those of column g.
 template <bool TRANSPOSED>
 inline void load_matrices(unsigned *d, unsigned address, const char *what) {
-  if (address % 16) grid->fail(std::string(what) + ": an address is not a multiple of 16");
-  const emulator::LaneValue *all = grid->meet(~0u, what, emulator::LaneValue{{address}});
-  unsigned lane = emulator::self->lane, g = lane / 4, t = lane % 4;
+  if (address % 16) emulator::fail(what, "an address is not a multiple of 16");
+  const emulator::LaneValue *all = emulator::meet(~0u, what, emulator::LaneValue{{{address}}});
+  unsigned lane = (threadIdx.x % 32), g = lane / 4, t = lane % 4;
   for (unsigned m = 0; m < 4; m++) {
     unsigned short pair[2];
     for (unsigned i = 0; i < 2; i++) {
       unsigned row = TRANSPOSED ? 2 * t + i : g, column = TRANSPOSED ? g : 2 * t + i;
-      memcpy(&pair[i], grid->shared_pointer(all[m * 8 + row].word[0]) + column * 2, 2);
+      memcpy(&pair[i], emulator::shared_pointer(all[m * 8 + row].word[0]) + column * 2, 2);
     }
     d[m] = (unsigned)pair[1] << 16 | pair[0];
   }
-  grid->meet(~0u, what, {});  // no lane writes there before all have read
+  emulator::meet(~0u, what, {});  // no lane writes there before all have read
 }
 inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned &d0, unsigned &d1, unsigned &d2, unsigned &d3, unsigned address) {
   unsigned d[4];
@@ -118,7 +115,7 @@ inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(unsigned &d0, unsigne
 // Loads from global memory: others may come between them, and between the words of one.
 template <typename... T>
 inline void load(const void *p, int aligned, T &...d) {
-  if ((uintptr_t)p % aligned) grid->fail("loads from an address that is not aligned");
+  if ((uintptr_t)p % aligned) emulator::fail("loads from an address that is not aligned");
   const char *at = (const char *)p;
   ((memcpy(&d, at, sizeof(T)), at += sizeof(T)), ...);
 }
@@ -126,7 +123,7 @@ inline void ld_global_nc_L1_no_allocate_v4_u32(unsigned &x, unsigned &y, unsigne
 inline void ld_global_nc_L1_no_allocate_v2_u32(unsigned &x, unsigned &y, const void *p) { load(p, 8, x, y); }
 template <typename... T>
 inline void load_relaxed(const void *p, T &...d) {
-  grid->maybe_yield();
+  emulator::look();
   load(p, (0 + ... + (int)sizeof(T)), d...);
 }
 inline void ld_relaxed_gpu_global_v4_f32(float &x, float &y, float &z, float &w, const void *p) { load_relaxed(p, x, y, z, w); }
@@ -138,18 +135,18 @@ inline void ld_relaxed_gpu_global_f32(float &x, const void *p) { load_relaxed(p,
 inline void ld_relaxed_gpu_global_u16(unsigned short &x, const void *p) { load_relaxed(p, x); }
 inline void ld_relaxed_gpu_global_b64(Word &x, const void *p) { load_relaxed(p, x); }
 inline void ld_relaxed_gpu_global_v2_b64(Word &x, Word &y, const void *p) {
-  if ((uintptr_t)p % 16) grid->fail("loads from an address that is not aligned");
-  bool first = grid->chance(2);
+  if ((uintptr_t)p % 16) emulator::fail("loads from an address that is not aligned");
+  bool first = emulator::chance(2);
   load_relaxed((const Word *)p + !first, first ? x : y);
   load_relaxed((const Word *)p + first, first ? y : x);
 }
-inline void st_relaxed_gpu_global_u32(void *p, unsigned v) { grid->store_late(p, &v, 4); }
+inline void st_relaxed_gpu_global_u32(void *p, unsigned v) { emulator::store_late(p, &v, 4); }
 inline void st_relaxed_gpu_global_b64(void *p, Word v) {
   unsigned data[2] = {(unsigned)v, (unsigned)(v >> 32)};
-  grid->store_late(p, data, 8);
+  emulator::store_late(p, data, 8);
 }
 inline void st_relaxed_gpu_global_v2_b64(void *p, Word v, Word w) {
-  if ((uintptr_t)p % 16) grid->fail("stores to an address that is not aligned");
+  if ((uintptr_t)p % 16) emulator::fail("stores to an address that is not aligned");
   st_relaxed_gpu_global_b64(p, v);
   st_relaxed_gpu_global_b64((Word *)p + 1, w);
 }
@@ -157,38 +154,38 @@ inline void st_relaxed_gpu_global_v2_b64(void *p, Word v, Word w) {
 // Asynchronous copies.
 inline void createpolicy_fractional_L2_evict_first_b64(Word &policy, double) { policy = 1; }
 inline void cp_async_cg_shared_global(unsigned to, const void *from, int, int bytes) {
-  if (bytes != 0 && bytes != 16) grid->fail("cp.async: a part of 16 bytes is not emulated");
-  grid->copy_async(grid->shared_pointer(to), bytes ? from : nullptr);
+  if (bytes != 0 && bytes != 16) emulator::fail("cp.async: a part of 16 bytes is not emulated");
+  emulator::copy_async(emulator::shared_pointer(to), bytes ? from : nullptr);
 }
 inline void cp_async_cg_shared_global_L2_cache_hint(unsigned to, const void *from, int bytes, Word policy) {
-  if (bytes != 16 || policy != 1) grid->fail("cp.async: no 16 bytes, or no policy");
-  grid->copy_async(grid->shared_pointer(to), from);
+  if (bytes != 16 || policy != 1) emulator::fail("cp.async: no 16 bytes, or no policy");
+  emulator::copy_async(emulator::shared_pointer(to), from);
 }
-inline void cp_async_commit_group() { grid->commit_copies(); }
-inline void cp_async_wait_group(int most_pending) { grid->wait_copies(most_pending); }
+inline void cp_async_commit_group() { emulator::commit_copies(); }
+inline void cp_async_wait_group(int most_pending) { emulator::wait_copies(most_pending); }
 
 // Dependent launches.
-inline void griddepcontrol_wait() { grid->wait_for_producer(); }
-inline void griddepcontrol_launch_dependents() { grid->let_consumer_start(); }
+inline void griddepcontrol_wait() { emulator::wait_for_producer(); }
+inline void griddepcontrol_launch_dependents() { emulator::let_consumer_start(); }
 
 // Clusters, and barriers in shared memory.
-inline void barrier_cluster_arrive_relaxed_aligned() { grid->cluster_arrive(); }
-inline void barrier_cluster_wait_acquire_aligned() { grid->cluster_wait(); }
+inline void barrier_cluster_arrive_relaxed_aligned() { emulator::cluster_arrive(); }
+inline void barrier_cluster_wait_acquire_aligned() { emulator::cluster_wait(); }
 inline void fence_mbarrier_init_release_cluster() {}
-inline void mapa_shared_cluster_u32(unsigned &d, unsigned address, int rank) { d = grid->address_in_cluster(address, rank); }
-inline void mbarrier_init_shared_cta_b64(unsigned at, int arrivals) { grid->init_mbarrier(grid->shared_pointer(at), arrivals); }
-inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned at, int bytes) { grid->expect(grid->shared_pointer(at), bytes); }
+inline void mapa_shared_cluster_u32(unsigned &d, unsigned address, int rank) { d = emulator::address_in_cluster(address, rank); }
+inline void mbarrier_init_shared_cta_b64(unsigned at, int arrivals) { emulator::init_mbarrier(emulator::shared_pointer(at), arrivals); }
+inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned at, int bytes) { emulator::expect(emulator::shared_pointer(at), bytes); }
 inline void mbarrier_try_wait_parity_acquire_cluster_shared_cta_b64(bool &p, unsigned at, unsigned parity) {
-  grid->await(grid->shared_pointer(at), parity);
+  emulator::await(emulator::shared_pointer(at), parity);
   p = true;
 }
 inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(unsigned to, unsigned v, unsigned barrier) {
-  grid->push(grid->shared_pointer(to), grid->shared_pointer(barrier), &v, 4);
+  emulator::push(emulator::shared_pointer(to), emulator::shared_pointer(barrier), &v, 4);
 }
 inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w,
                                                                      unsigned barrier) {
   unsigned data[4] = {x, y, z, w};
-  grid->push(grid->shared_pointer(to), grid->shared_pointer(barrier), data, 16);
+  emulator::push(emulator::shared_pointer(to), emulator::shared_pointer(barrier), data, 16);
 }
 
 }  // namespace ptx

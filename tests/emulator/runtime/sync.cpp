@@ -88,7 +88,6 @@ unsigned Grid::shared_address(const void *p) {
   if (at >= ctas.size() * WINDOW || at / WINDOW != self->cta->number) fail("takes for its own shared memory what is not");
   return (unsigned)at;
 }
-char *Grid::shared_pointer(unsigned address) { return arena + address; }
 unsigned Grid::address_in_cluster(unsigned address, unsigned rank) {
   if (rank >= launch.cluster) fail("asks for a CTA that its cluster does not have");
   unsigned number = self->cta->number / launch.cluster * launch.cluster + rank;
@@ -96,14 +95,14 @@ unsigned Grid::address_in_cluster(unsigned address, unsigned rank) {
 }
 Cta &Grid::cta_of(const void *shared) { return ctas[((const char *)shared - arena) / WINDOW]; }
 
-void Grid::init_mbarrier(void *at, int arrivals) { self->cta->mbarriers[at] = {arrivals, arrivals, 0, 0, {}}; }
+void Grid::init_mbarrier(const void *at, int arrivals) { self->cta->mbarriers[at] = {arrivals, arrivals, 0, 0, {}}; }
 Mbarrier &Grid::mbarrier(const void *at) {
   Cta &cta = cta_of(at);
   auto found = cta.mbarriers.find(at);
   if (found == cta.mbarriers.end()) fail("uses a barrier in shared memory before it was made");
   return found->second;
 }
-void Grid::expect(void *at, int bytes) {
+void Grid::expect(const void *at, int bytes) {
   Mbarrier &barrier = mbarrier(at);
   if (--barrier.pending < 0) fail("more arrivals at a barrier in shared memory than it was made for");
   barrier.bytes += bytes;
@@ -147,6 +146,7 @@ void Grid::wait_copies(unsigned most_pending) {
 
 void Grid::store_late(void *to, const unsigned *data, int bytes) {
   if ((uintptr_t)to % bytes) fail("stores to an address that is not aligned");
+  (void)*(volatile char *)to;  // whoever has a wrong address traps here, not when it is delivered
   if (!stored.insert(to).second) fail("stores to a word that was already stored in this launch");
   Pending store = {(char *)to, nullptr, bytes, {}};
   memcpy(store.data, data, bytes);
@@ -156,6 +156,7 @@ void Grid::store_late(void *to, const unsigned *data, int bytes) {
 }
 void Grid::push(char *to, const void *barrier, const unsigned *data, int bytes) {
   if ((uintptr_t)to % bytes) fail("pushes to an address that is not aligned");
+  (void)*(volatile char *)to;
   Pending store = {to, barrier, bytes, {}};
   memcpy(store.data, data, bytes);
   pending.push_back(store);
@@ -166,7 +167,7 @@ void Grid::push(char *to, const void *barrier, const unsigned *data, int bytes) 
 void Grid::deliver(size_t index) {
   Pending store = pending[index];
   pending[index] = pending.back(), pending.pop_back();
-  progress_at = passes;
+  progress_at = passes, deliveries++;
   if (store.barrier && !cta_of(store.to).live) {
     problem = "something was pushed into CTA " + std::to_string(cta_of(store.to).number) + ", which has ended";
     return;
@@ -182,8 +183,11 @@ void Grid::deliver(size_t index) {
   settle(found->second);
 }
 void Grid::drain() {
+  if (!sleepers.empty() && chance(256)) wake_sleepers();
   if (pending.empty() || (laziness == 2 && !chance(4))) return;
-  for (size_t n = pending.size() / (laziness == 1 ? 4 : 64) + 1; n && !pending.empty() && problem.empty(); n--) deliver(random() % pending.size());
+  for (size_t n = pending.size() / (laziness == 1 ? 4 : 64) + 1; n && !pending.empty() && problem.empty(); n--)
+    deliver(random() % pending.size());
+  if (chance(16)) wake_sleepers();
 }
 
 }  // namespace emulator

@@ -140,7 +140,8 @@ def draft_gate(facts: Facts) -> Verdict:
     choice, reason = choices["draft_gate"]
     if choice == "off":
         return warn(
-            f"ling.draft_gate={asked} does not run: {reason}", "leave ling.draft_gate out, or --enforce-eager"
+            f"ling.draft_gate={asked} does not run, and asynchronous scheduling is off all the same: {reason}",
+            "leave ling.draft_gate out" + (", or --enforce-eager" if "CUDA graphs" in reason else ""),
         )
     return ok(f"draft_gate = {choice} ({reason})")
 
