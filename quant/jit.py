@@ -32,6 +32,11 @@ class Gpu:
     sms: int
     shared_bytes: int
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether CTAs can share memory."""
+        return int(self.arch.removeprefix("sm_").rstrip("af")) >= 90
+
 
 def gpu_of(device: Any) -> Gpu:
     """The facts of a CUDA device (a `torch.device`)."""

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """An `ablation.json` as a markdown table and as a plot. Both come from the file alone, so they can be made again."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.files import write_text
 from vllm_ling.eval.report import svg
+from vllm_ling.eval.report.beside import write_beside
 
 SCHEMA_VERSION = 2
 _ROW = 40
@@ -26,19 +25,13 @@ def write_page(path: Path) -> str:
     Raises:
         LingError: the file is missing or no result of eval ablate.
     """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+
+    def checked(result: dict[str, Any]) -> str:
         if (version := result["schema_version"]) != SCHEMA_VERSION:
             raise LingError(f"{path}: schema_version {version}, and this version reads {SCHEMA_VERSION}")
-        text, drawing = markdown(result), plot(result)
-    except OSError as error:
-        raise LingError(f"{path}: cannot be read ({error.strerror})") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise LingError(f"{path}: no result of eval ablate ({type(error).__name__}: {error})") from None
-    write_text(path.with_suffix(".md"), text)
-    if drawing:
-        write_text(path.with_suffix(".svg"), drawing)
-    return text
+        return markdown(result)
+
+    return write_beside(path, "eval ablate", checked, plot)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.tiny.tokenizer import EOS, token_id
 
-PROMPTS, TOKENS = 64, 96
+PROMPTS, TOKENS = 40, 96
 # BF16 keeps 8 significant bits: neighbours differ by 2^-7 of their size, and either logit may round either way.
 BF16_STEP = 2.0**-6
 

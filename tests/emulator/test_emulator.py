@@ -99,6 +99,13 @@ def test_schedules_differ_and_seeds_repeat_them(emulator: Emulator, tmp_path: Pa
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders[0])
 
 
+def test_large_grids(emulator: Emulator, tmp_path: Path) -> None:
+    """More threads than a process may have guard pages for."""
+    body = "if (threadIdx.x == 0) atomicAdd(data, 1u);"
+    for _ in range(2):
+        assert int(launch(emulator, tmp_path, body, threads=1024, ctas=40)[0]) == 40
+
+
 def test_matrices_are_laid_out_as_ptx_says(emulator: Emulator, tmp_path: Path) -> None:
     """Four 8 x 8 matrices of 16 bits, plain and transposed; element i of matrix m is 64 m + i."""
     body = """

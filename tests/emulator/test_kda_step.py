@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 
 from tests.emulator.common import CPU, gpu_with, normal
 from tests.emulator.emulator import Emulator
-from tests.gpu.mla_case import rms
+from tests.relative_error import rms
 from vllm_ling.bench.chain import random_kda
 from vllm_ling.decode import reference
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep, KdaWeights

@@ -8,7 +8,8 @@ import torch
 
 from tests.emulator.common import CPU, gpu_with, same_bits
 from tests.emulator.emulator import Emulator
-from tests.gpu.mla_case import Case, rms
+from tests.gpu.mla_case import Case
+from tests.relative_error import rms
 from vllm_ling.decode.mla_attention import MlaAttention
 from vllm_ling.decode.mla_prepare import MlaShape
 from vllm_ling.decode.reference import latent_query_reference, mla_prepare_reference

@@ -6,7 +6,7 @@ import torch
 
 from tests.emulator.common import gpu_with, normal
 from tests.emulator.emulator import Emulator
-from tests.gpu.mla_case import rms
+from tests.relative_error import rms
 from vllm_ling.decode.mla_prepare import MlaInputs, MlaPrepare, MlaShape, MlaWeights
 from vllm_ling.decode.reference import mla_prepare_reference
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.emulator.common import CPU, gpu_with, normal, same_bits
 from tests.emulator.emulator import Emulator
-from tests.gpu.mla_case import rms
+from tests.relative_error import rms
 from vllm_ling.bench.layers import random_moe_layer
 from vllm_ling.decode.reference import rms_norm
 from vllm_ling.quant.decode_moe import MoEDecoder, MoEShape, MoEWeights

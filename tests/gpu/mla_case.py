@@ -10,13 +10,6 @@ from vllm_ling.decode.mla_prepare import MlaShape, MlaWeights
 from vllm_ling.decode.reference import mla_attention_reference, mla_prepare_reference
 
 
-def rms(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative RMS error."""
-    return float(
-        (ours.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()
-    )
-
-
 @dataclasses.dataclass
 class Case:
     """A layer and a batch of sequences, by (keys, tokens of this step); what no token may read is NaN."""

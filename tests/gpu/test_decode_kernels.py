@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.relative_error import rms
 from vllm_ling.bench.layers import random_fp8, random_moe_layer
 from vllm_ling.quant.block_fp8 import dequantize_block_fp8
 from vllm_ling.quant.decode_moe import MoEDecoder, MoEShape, MoEWeights
@@ -51,12 +52,6 @@ def decoder(
     if (name, pdl) not in cache:
         cache[name, pdl] = MoEDecoder(SHAPES[name], gpu_of(device), device, default_cache(), pdl)
     return cache[name, pdl]
-
-
-def rms(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(
-        (ours.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()
-    )
 
 
 def run(

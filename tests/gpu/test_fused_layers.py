@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.relative_error import rms
 from vllm_ling.bench.chain import Chain, random_kda
 from vllm_ling.bench.layers import FLASH, random_fp8
 from vllm_ling.decode.kda_step import KdaBatch, KdaShape, KdaStates, KdaStep
@@ -30,12 +31,6 @@ def device() -> torch.device:
     torch.zeros(1, device="cuda", dtype=torch.float32)  # creates the context that the driver API needs
     torch.manual_seed(0)
     return torch.device("cuda")
-
-
-def rms(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(
-        (ours.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()
-    )
 
 
 def normal(*size: int, scale: float = 1.0) -> torch.Tensor:

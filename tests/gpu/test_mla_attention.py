@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.gpu.mla_case import Case, rms
+from tests.gpu.mla_case import Case
+from tests.relative_error import rms
 from vllm_ling.decode.mla_attention import MlaAttention
 from vllm_ling.decode.mla_prepare import MlaShape
 from vllm_ling.quant.jit import Gpu, default_cache, gpu_of

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A result of `vllm-ling bench decode` as a markdown table and as a plot: where the time of a step goes."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_ling.errors import LingError
-from vllm_ling.eval.files import write_text
 from vllm_ling.eval.report import svg
+from vllm_ling.eval.report.beside import write_beside
 
 _SHOWN = 8  # kernels in the plot
 _ROW = 40
@@ -20,16 +18,7 @@ def write_report(path: Path) -> None:
     Raises:
         LingError: the file is missing or no result of bench decode.
     """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        text, drawing = markdown(result), plot(result)
-    except OSError as error:
-        raise LingError(f"{path}: cannot be read ({error.strerror})") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise LingError(f"{path}: no result of bench decode ({type(error).__name__}: {error})") from None
-    write_text(path.with_suffix(".md"), text)
-    if drawing:
-        write_text(path.with_suffix(".svg"), drawing)
+    write_beside(path, "bench decode", markdown, plot)
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ context nor a profiler that fails can cost a figure.
 """
 
 import contextlib
-import gc
 import itertools
 import json
 import sys
@@ -102,11 +101,7 @@ def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
         began = time.monotonic()
         model = model_folder(Path(folder), side.model, side.layers, mtp=bool(side.draft_tokens))
         llm = start(model, side.options, **settings)
-        started = time.monotonic() - began
-    # As vLLM's server process does: the collector need not walk through a loaded model again and again.
-    gc.collect()
-    gc.freeze()
-    return llm, started
+        return llm, time.monotonic() - began
 
 
 def weights_bytes(llm: Any) -> int | None:

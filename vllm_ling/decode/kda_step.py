@@ -83,7 +83,7 @@ def unsupported(shape: KdaShape) -> str | None:
 
 def plan(shape: KdaShape, tokens: int, gpu: Gpu) -> KdaPlan | None:
     """The launch for sequences of up to `tokens` tokens, or None where a GPU has no clusters."""
-    return KdaPlan(tokens) if int(gpu.arch.removeprefix("sm_").rstrip("af")) >= 90 else None
+    return KdaPlan(tokens) if gpu.has_clusters else None
 
 
 def defines(shape: KdaShape, p: KdaPlan, pdl: bool) -> dict[str, int | str]:

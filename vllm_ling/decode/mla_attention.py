@@ -102,12 +102,12 @@ def weights_problem(weights: LatentWeights) -> str | None:
 
 def plan(shape: MlaShape, tokens: int, gpu: Gpu) -> MlaPlan | None:
     """The launch for up to `tokens` tokens, or None where a GPU has no clusters or too little shared memory."""
-    if attend_plan(shape, gpu) is None or not mla_prepare.has_clusters(gpu):
+    if attend_plan(shape, gpu) is None or not gpu.has_clusters:
         return None
     splits = max(1, min(_MOST_SPLITS, gpu.sms) // tokens)
     absorb = _product(shape.nope, 128, tokens)
     merge = _product(shape.latent, mla_prepare.VALUE // 4, tokens)
-    merge += 16 * 8 * shape.latent // 16 + 4 * 8 * splits + 32
+    merge += 8 * shape.latent + 4 * 8 * splits + 32  # the warps' sums and factors of the splits
     most = max(absorb, merge)
     return MlaPlan(tokens, splits, absorb, merge, most) if most <= gpu.shared_bytes else None
 

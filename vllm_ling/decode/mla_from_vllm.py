@@ -33,11 +33,12 @@ def mla_layer(kernels: Kernels, attention: BailingMoeV3MLAAttention, norm: Norm)
         attention.qk_rope_head_dim,
         attention.kv_lora_rank,
     )
+    latent_norm, eps = norm_of(attention.kv_a_layernorm)
     weights = MlaWeights(
-        latent_norm=norm_of(attention.kv_a_layernorm)[0],
+        latent_norm=latent_norm,
         gate=bf16(attention.g_proj.weight, "g_proj"),
         cos_sin=bf16(rotary.cos_sin_cache, "the rotary table"),
-        eps=norm_of(attention.kv_a_layernorm)[1],
+        eps=eps,
     )
     attend = attention.mla_attn.mla_attn
 

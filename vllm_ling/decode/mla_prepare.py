@@ -62,11 +62,6 @@ def unsupported(shape: MlaShape) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
-def has_clusters(gpu: Gpu) -> bool:
-    """Whether CTAs of this GPU can share memory."""
-    return int(gpu.arch.removeprefix("sm_").rstrip("af")) >= 90
-
-
 def defines(shape: MlaShape, pdl: bool) -> dict[str, int | str]:
     """Compile-time constants of mla_prepare.cu."""
     return {

@@ -23,7 +23,7 @@ static char *reserve(size_t bytes) {
   return (char *)p;
 }
 
-// Many pieces of memory, each with a guard page at `guard`; kept from one grid to the next, as guards are slow to make.
+// Pieces of memory, each with a guard page at `guard` unless they are too many; kept for later grids, as guards are slow to make.
 static std::vector<Pieces> unused;
 static Pieces pieces(size_t count, size_t bytes, size_t guard) {
   for (size_t i = unused.size(); i-- > 0;) {
@@ -34,7 +34,7 @@ static Pieces pieces(size_t count, size_t bytes, size_t guard) {
     munmap(found.base, found.count * bytes);
   }
   Pieces made = {reserve(count * bytes), count, bytes};
-  for (size_t i = 0; i < count; i++)
+  for (size_t i = 0; i < count && count <= 8192; i++)  // a process may have 65530 mappings, and a guard makes two
     if (mprotect(made.base + i * bytes + guard, PAGE, PROT_NONE)) abort();
   return made;
 }
