@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float4 gate_part[GATE_PIECES];
   SharedItem item;
   fetch_gate(gate_part, gate, 0);
-  fetch_item<HIDDEN>(item, shared_w13, blockIdx.x * SHARED_UP_QUOTA + warp, SHARED_UP_TILES);
+  fetch_item<HIDDEN>(item, shared_w13, shared_s13, blockIdx.x * SHARED_UP_QUOTA + warp, SHARED_UP_TILES);
   for (int i = threadIdx.x; i < EXPERTS / 4; i += THREADS) copy_async((uint4 *)s.bias + i, (const uint4 *)bias + i);
   commit_copies();
   if (threadIdx.x < TOKENS) s.x_max[threadIdx.x] = 0;
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   let_consumer_start();  // not before: its weights would compete with ours
-  fetch_item<SHARED_INTER>(item, shared_w2, blockIdx.x * SHARED_DOWN_QUOTA + warp, SHARED_DOWN_TILES);
+  fetch_item<SHARED_INTER>(item, shared_w2, shared_s2, blockIdx.x * SHARED_DOWN_QUOTA + warp, SHARED_DOWN_TILES);
   stage_shared(s, scratch, tokens, tag);
 
   // All activations at once if they fit, else in rounds that fit even if every expert is used by every token. The first round comes

@@ -3,9 +3,10 @@
 #pragma once
 #include "moe_shape.cuh"
 
-// One item's codes: lane (g, t) holds 16 bytes of rows g and g + 8 at k = 16 t of both 64-k halves.
+// One item's codes: lane (g, t) holds 16 bytes of rows g and g + 8 at k = 16 t of both 64-k halves. And their scale.
 struct SharedItem {
   uint4 low[2], high[2];
+  float scale;
   // Unpacking begins here: moved up, it would wait for memory there.
   __device__ __forceinline__ void use_from_here() {
 #pragma unroll
@@ -17,8 +18,9 @@ struct SharedItem {
 };
 
 template <int K>
-__device__ __forceinline__ void fetch_item(SharedItem &item, const uint8_t *w, int index, int tiles) {
+__device__ __forceinline__ void fetch_item(SharedItem &item, const uint8_t *w, const float *scales, int index, int tiles) {
   int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tile = min(index / (K / 128), tiles - 1);
+  item.scale = __ldg(scales + tile * 16 / 128 * (K / 128) + index % (K / 128));
   const uint8_t *at = w + (size_t)(tile * 16 + g) * K + index % (K / 128) * 128 + 16 * t;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -30,11 +32,9 @@ __device__ __forceinline__ void fetch_item(SharedItem &item, const uint8_t *w, i
 // The item times x: sums[16 rows][TOKENS]. x: shared memory, `stride` elements a token, 0, 2, 1, 3 within each four values,
 // so that byte pairs of the codes and value pairs of x agree.
 template <int K>
-__device__ __forceinline__ void multiply_item(float *sums, const SharedItem &item, const float *scales, int index, const bf16_t *x,
-                                              int stride, int tokens) {
-  int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  int tile = index / (K / 128), block = index % (K / 128);
-  float scale = __ldg(scales + tile * 16 / 128 * (K / 128) + block), acc[4] = {};
+__device__ __forceinline__ void multiply_item(float *sums, const SharedItem &item, int index, const bf16_t *x, int stride, int tokens) {
+  int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, block = index % (K / 128);
+  float acc[4] = {};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const uint4 *column = (const uint4 *)(x + g * stride + block * 128 + half * 64) + 2 * t;
@@ -51,11 +51,11 @@ __device__ __forceinline__ void multiply_item(float *sums, const SharedItem &ite
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     int token = 2 * t + (i & 1);
-    if (token < TOKENS) sums[token * 16 + g + (i >> 1) * 8] = scale * acc[i];
+    if (token < TOKENS) sums[token * 16 + g + (i >> 1) * 8] = item.scale * acc[i];
   }
 }
 
-// Runs the CTA's items, QUOTA of them, into sums[item][TOKENS][16]; `first` holds the codes of the first WARPS items.
+// Runs the CTA's items, QUOTA of them, into sums[item][TOKENS][16]; `first` holds the first WARPS items.
 template <int K, int TILES, int QUOTA>
 __device__ __forceinline__ void shared_items(float *sums, const SharedItem &first, const uint8_t *w, const float *scales, const bf16_t *x,
                                              int stride, int tokens) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ void shared_items(float *sums, const SharedItem &firs
   for (int i = warp; i < QUOTA; i += WARPS) {
     int index = blockIdx.x * QUOTA + i;
     if (index >= TILES * (K / 128)) break;
-    if (i >= WARPS) fetch_item<K>(item, w, index, TILES);
-    multiply_item<K>(sums + i * TOKENS * 16, item, scales, index, x, stride, tokens);
+    if (i >= WARPS) fetch_item<K>(item, w, scales, index, TILES);
+    multiply_item<K>(sums + i * TOKENS * 16, item, index, x, stride, tokens);
   }
 }
 

@@ -32,10 +32,10 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) v[r] = quad(r) < rows * QUADS ? load_fresh((const uint2 *)x + quad(r)) : make_uint2(0u, 0u);
   }
-  // The same row for all: a weight vector.
+  // The same row for all: a weight vector. ptxas puts off other loads until after wait_for_producer, where they take longer than x.
   __device__ __forceinline__ void load_weight(const bf16_t *w) {
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) v[r] = *((const uint2 *)w + quad(r) % QUADS);
+    for (int r = 0; r < ROUNDS; r++) v[r] = load_fresh((const uint2 *)w + quad(r) % QUADS);
   }
   // v <- v / rms(v) * w, rounded to BF16 after both steps as vLLM's kernel does. `parts`: ROWS x PARTS floats in shared memory.
   __device__ __forceinline__ void normalize(const Rows &w, float *parts, float eps) {
