@@ -33,7 +33,8 @@ def start(folder: Path, options: dict[str, Any] | None, draft_tokens: int = 0, *
     _register_loader()
     if draft_tokens:
         engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": draft_tokens}
-    return start_engine(folder, options, **({"load_format": LOAD_FORMAT, "max_num_seqs": 8} | engine))
+    settings: dict[str, Any] = {"load_format": LOAD_FORMAT, "max_num_seqs": 8}
+    return start_engine(folder, options, **(settings | engine))
 
 
 def _register_loader() -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.process_state import ends, over
 from vllm_ling.bench import decode as bench_decode
 from vllm_ling.bench.dram import Traffic
 from vllm_ling.bench.floor import floor_bytes
 from vllm_ling.bench.host import Host
-from vllm_ling.bench.processes import run_limited
+from vllm_ling.bench.processes import needing, run_limited
 from vllm_ling.bench.side import Answer, Decoded, Extra, Side, read_answer
 from vllm_ling.bench.trace import Steps
 from vllm_ling.cli import app
@@ -40,11 +41,13 @@ NAMES = {
 
 def answer(side: Side, ms: float) -> Answer:
     if side.extras:
-        return Answer([], 40.0, {}, extras=[Extra("batch32", 10 * ms, 9 * ms, 11 * ms)])
+        extras = [Extra("batch32", 10 * ms, 9 * ms, 11 * ms)]
+        return Answer([], 40.0, {}, "own process", True, extras=extras)
     decoded = [
         Decoded(c, ms, ms - 0.1, ms + 0.1, graph_ms=1.5, host=Host(1.2, 0.1, 0.7)) for c in side.contexts
     ]
-    return Answer(decoded, 40.0, {"moe": ["ling", "few tokens"]}, steps=STEPS, clocks="1980 MHz")
+    choices = {"moe": ["ling", "few tokens"]}
+    return Answer(decoded, 40.0, choices, "own process", True, steps=STEPS, clocks="1980 MHz")
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str, fail: str = "") -> tuple[Result, Any]:
@@ -76,9 +79,12 @@ def test_one_call_fills_both_workloads(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert rows["plain", 4096]["launches_per_token"] is None
     assert found["kernels"]["ours plain 128"][0] == ["moe_block", 41.0, 900.0]
     assert found["extras"] == [
-        {"workload": "batch32", "ms": 20.0, "spread_ms": [18.0, 22.0], "stock_ms": 50.0}
-        | {"stock_spread_ms": [45.0, 55.0]}
+        {"workload": "batch32", "ms": 20.0, "spread_ms": [18.0, 22.0], "engine": "own process"}
+        | {"stock_ms": 50.0, "stock_spread_ms": [45.0, 55.0], "stock_engine": "own process"}
     ]
+    assert all(row["engine"] == row["stock_engine"] == "own process" for row in rows.values())
+    assert found["engines"]["stock plain"]["async_scheduling"] is True
+    assert "Engine in: own process, async scheduling on." in (tmp_path / "decode.md").read_text()
     assert [*found["engines"]] == [
         f"{s} {w}" for w in ("plain", "mtp3@2.68", "extras") for s in ("ours", "stock")
     ]
@@ -187,16 +193,6 @@ def test_what_an_engine_measured_before_it_ended_comes_back(monkeypatch: pytest.
                 bench_decode.time_side(side, 60)
 
 
-def ends(process: int) -> bool:
-    """Whether it is gone, or dead and unclaimed, within five seconds."""
-    state = Path(f"/proc/{process}/stat")
-    for _ in range(50):
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def test_a_run_over_its_limit_leaves_no_child(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
@@ -225,6 +221,67 @@ def test_a_killed_measurement_takes_its_engine_along(tmp_path: Path) -> None:
     middle.kill()
     middle.wait()
     assert ends(int(log.read_text())), "the engine still runs"
+
+
+TIED = """
+import multiprocessing, os, sys, time
+from vllm_ling.bench.processes import tie_children
+
+def engine():
+    os.setsid()  # out of the group that is killed
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+tie_children()
+multiprocessing.get_context("fork").Process(target=engine).start()
+time.sleep(60)
+"""
+
+
+def test_a_forked_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Also when no group is killed: SIGKILL of the measurement reaches its child, but not the child's child."""
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        middle = subprocess.Popen([sys.executable, "-c", TIED], stdout=output)
+    for _ in range(300):
+        if log.read_text():
+            break
+        time.sleep(0.1)
+    engine = int(log.read_text())
+    assert Path(f"/proc/{engine}").exists() and middle.poll() is None
+    middle.kill()
+    middle.wait()
+    assert ends(engine), "the engine still runs"
+
+
+def test_the_group_is_over_when_a_run_returns(tmp_path: Path) -> None:
+    """A killed engine needs a moment for its memory: the next one must not start into that."""
+    code = (
+        "import subprocess, sys\n"
+        "engine = 'import time; x = b\"x\" * (1 << 29); print(1, flush=True); time.sleep(60)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', engine], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)"
+    )
+    log = tmp_path / "log"
+    assert run_limited([sys.executable, "-c", code], os.environ, log, 30) == 0
+    assert over(int(log.read_text()))
+
+
+def test_a_wait_for_an_engine_that_died_ends(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\nfrom vllm_ling.bench.processes import needing\n"
+        "engine = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1)'])\n"
+        "with needing(engine.pid, grace_s=0.1):\n    time.sleep(60)"
+    )
+    log = tmp_path / "log"
+    began = time.monotonic()
+    assert run_limited([sys.executable, "-c", code], os.environ, log, 50) == 1
+    assert "ended before its work was done" in log.read_text() and time.monotonic() - began < 30
+    # An engine that ends after the work, or just before it is over, is none of its business.
+    engine = subprocess.Popen([sys.executable, "-c", "pass"])
+    with needing(engine.pid, grace_s=60):
+        engine.wait()
 
 
 def test_floor_follows_workload_context_and_head() -> None:

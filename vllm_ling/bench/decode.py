@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-ling bench decode`: ms per token of Ling-3.0-flash with random weights, our classes against stock vLLM's.
 
-Each engine (a side and a workload) runs in a process of its own on the same machine, one after the other, ours and
-stock in turn. A figure is the time between an early and the last token of an answer, so that prompt and start-up stay
-out. Random weights accept nothing, so speculation is timed with vLLM's synthetic acceptance of a given
-length. `rows.py` says what the result holds.
+Each engine (a side and a workload) is started anew on the same machine, one after the other, ours and stock in turn, by
+a front end in another process, as vLLM does by default. A figure is the time between an early and the last token of an
+answer, so that prompt and start-up stay out. Random weights accept nothing, so speculation is timed with vLLM's
+synthetic acceptance of a given length. `rows.py` says what the result holds.
 """
 
 import json

@@ -155,7 +155,8 @@ def _steps(side: Side) -> None:
     from vllm_ling.bench.graphs import model_graph, on_replay
     from vllm_ling.bench.worker import engine, generate
 
-    llm, _ = engine(side, memory=0.4)
+    # In this process, the one that ncu watches; what the GPU reads for a step does not depend on it.
+    llm, _ = engine(side, memory=0.4, own_process=False)
     context, tokens = side.contexts[0], _FIRST + _STEPS + 6
     graph = model_graph(lambda: generate(llm, context, tokens))
     seen = 0

@@ -32,16 +32,31 @@ def model_folder(folder: Path, model: str, layers: int, mtp: bool = False, **ove
     return folder
 
 
-def start(folder: Path, options: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """An in-process `LLM` on `folder` with random weights; `options` is the `ling` section."""
+def start(
+    folder: Path, options: dict[str, Any] | None = None, own_process: bool = False, **engine: Any
+) -> Any:
+    """An `LLM` on `folder` with random weights.
+
+    Args:
+        options: the `ling` section; None leaves it out.
+        own_process: run the engine in a process of its own, as `vllm serve` and `LLM` do by default; it is reached with
+            `remote.ask` and ends with this one. Otherwise it is in this process, which `inside` needs.
+
+    Raises:
+        LingError: there are options, and the plugin is not active where the engine is.
+    """
     os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process)),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
     }
+    if own_process:
+        # Lets functions travel to the engine; nobody but this process can reach its sockets.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM
 
-    from vllm_ling.status import STATUS
+    from vllm_ling.bench.looks import plugin, tie
+    from vllm_ling.bench.remote import ask
 
     settings: dict[str, Any] = {
         "load_format": "dummy",
@@ -56,17 +71,20 @@ def start(folder: Path, options: dict[str, Any] | None = None, **engine: Any) ->
     if options is not None:
         settings["additional_config"] = {"ling": options}
     llm = LLM(model=str(folder), **(settings | engine))
-    if options is not None and STATUS.state != "active":
+    if own_process:
+        ask(llm, tie)
+    state, reason = ask(llm, plugin)
+    if options is not None and state != "active":
         # Without this, stock vLLM would be measured under our name.
         raise LingError(
-            f"the plugin is {STATUS.state} in the engine's process ({STATUS.reason or 'no entry point was found'}); "
+            f"the plugin is {state} in the engine's process ({reason or 'no entry point was found'}); "
             "install vllm-ling so that vLLM finds it, or set PYTHONPATH to where its metadata lies"
         )
     return llm
 
 
 def inside(llm: Any, function: Callable[[Any], Any]) -> Any:
-    """Runs `function(model)` in the worker, in a forward context, and returns its result."""
+    """Runs `function(model)` in the worker, in a forward context, and returns its result. Not with `own_process`."""
     from vllm.forward_context import set_forward_context
 
     config = llm.llm_engine.vllm_config

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# By the graph's `id`: the graph, and the events before and after each of its replays.
+Timed = dict[int, tuple[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]]]
+
 
 @contextmanager
 def on_replay(act: Callable[[Any, Callable[[], None]], None]) -> Iterator[None]:
@@ -41,13 +44,10 @@ def counted() -> Iterator[dict[int, int]]:
         yield counts
 
 
-def model_graph(generate: Callable[[], object]) -> Any:
-    """The graph that takes longest among those that `generate()` replays: the model's, not a draft step's.
-
-    Raises:
-        ValueError: nothing was replayed.
-    """
-    seen: dict[int, tuple[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]]] = {}
+@contextmanager
+def timed() -> Iterator[Timed]:
+    """Every replay inside, between two CUDA events; ask `longest` about them."""
+    seen: Timed = {}
 
     def act(graph: Any, replay: Callable[[], None]) -> None:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -57,15 +57,30 @@ def model_graph(generate: Callable[[], object]) -> Any:
         seen.setdefault(id(graph), (graph, []))[1].append((begin, end))
 
     with on_replay(act):
-        generate()
-    torch.cuda.synchronize()
+        yield seen
+
+
+def longest(seen: Timed) -> Any:
+    """The graph that takes longest among those that were replayed: the model's, not a draft step's.
+
+    Raises:
+        ValueError: nothing was replayed.
+    """
     if not seen:
         raise ValueError("no CUDA graph was replayed")
+    torch.cuda.synchronize()
 
     def milliseconds(entry: tuple[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]]) -> float:
         return median(begin.elapsed_time(end) for begin, end in entry[1])
 
     return max(seen.values(), key=milliseconds)[0]
+
+
+def model_graph(generate: Callable[[], object]) -> Any:
+    """The graph that takes longest among those that `generate()` replays in this process; see `longest`."""
+    with timed() as seen:
+        generate()
+    return longest(seen)
 
 
 def back_to_back(graph: Any, replays: int = 20, rounds: int = 5) -> float:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the CPU does in a step: work of its own, launching CUDA graphs, and waiting for the GPU.
 
-A step that takes longer than the GPU's part of it, with little waiting, is limited by the CPU. Torch's own `replay` and
+All of the process that this runs in, the engine's: where that is not the caller's, no front end is in it. A step that
+takes longer than the GPU's part of it, with little waiting, is limited by the CPU. Torch's own `replay` and
 `torch.cuda.Event.synchronize` are wrapped for the time of a measurement, so no vLLM internal is touched. The V2 runner
 waits on those events. The V1 runner, unless it schedules ahead, waits on a `torch.Event`, a C type that cannot be
 wrapped: of an engine in which no wait was seen nothing is claimed.

@@ -4,23 +4,59 @@
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _NEWS_S = 20.0
+_GONE_S = 10.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _RUNNING: "set[subprocess.Popen[bytes]]" = set()
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
-    """In the child: the kernel ends it if we are ended in a way that runs no code of ours (SIGTERM, SIGKILL)."""
+def die_with_parent() -> None:
+    """In a child: the kernel ends it if its parent is ended in a way that runs no code of ours (SIGTERM, SIGKILL)."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def tie_children() -> None:
+    """From now on this process's forked children end with it, from their first moment on; theirs are left alone."""
+    parent = os.getpid()
+
+    def tie() -> None:
+        if os.getppid() == parent:
+            die_with_parent()
+
+    os.register_at_fork(after_in_child=tie)
+
+
+@contextlib.contextmanager
+def needing(process: int, grace_s: float = 10) -> Iterator[None]:
+    """Inside, this process ends with code 1 once `process` has been over for `grace_s`: what it owes never comes.
+
+    vLLM raises where an engine ends during a step, but a function sent to it is then waited for without end.
+    """
+    over = threading.Event()
+    ended = os.pidfd_open(process)
+
+    def watch() -> None:
+        select.select([ended], [], [])
+        if not over.wait(grace_s):
+            print(f"process {process} ended before its work was done", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="needing").start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def end_all() -> None:
@@ -51,7 +87,7 @@ def run_limited(
             stderr=output,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         _RUNNING.add(child)
         try:
@@ -67,4 +103,27 @@ def run_limited(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+            _wait_for_the_end(child.pid)
             _RUNNING.discard(child)
+
+
+def _wait_for_the_end(group: int) -> None:
+    """Until nothing of a killed process group runs: an engine takes a moment to give back a whole GPU's memory.
+
+    Its processes are not our children. Every thread counts: memory goes back with the last one.
+    """
+    deadline = time.monotonic() + _GONE_S
+    while _runs(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(group: int) -> bool:
+    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
+        try:
+            # After the name, which may hold anything: state, parent, group.
+            state, _, found = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue  # it has just ended
+        if int(found) == group and state not in "ZX":
+            return True
+    return False

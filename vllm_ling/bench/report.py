@@ -48,7 +48,7 @@ def markdown(result: dict[str, Any]) -> str:
     starts = ", ".join(f"{label} {entry['start_s']:.0f}" for label, entry in result["engines"].items())
     gpus = ", ".join(result["provenance"]["gpus"]) or "no GPU named"
     memory = f"; floor at {result['bandwidth'] / 1e12:.2f} TB/s" if "bandwidth" in result else ""
-    lines += ["", f"{gpus}{memory}. Engine start, s: {starts or 'none'}."]
+    lines += ["", f"{gpus}{memory}. Engine start, s: {starts or 'none'}.{_where(result)}"]
     lines += [
         f"\nFAILED: {label}: ...{' '.join(why.split())[-300:]}" for label, why in result["errors"].items()
     ]
@@ -109,6 +109,16 @@ def _bars(
         )
     )
     return [(label, us, series) for label, us, series in bars if us is not None]
+
+
+def _where(result: dict[str, Any]) -> str:
+    """In which process the engines ran and how they scheduled, if the result says it of all of them."""
+    found = {(entry.get("engine"), entry.get("async_scheduling")) for entry in result["engines"].values()}
+    if len(found) != 1:
+        return ""
+    ((engine, ahead),) = found
+    scheduling = "" if ahead is None else f", async scheduling {'on' if ahead else 'off'}"
+    return f" Engine in: {engine}{scheduling}." if engine else ""
 
 
 def _floor_us(result: dict[str, Any], row: dict[str, Any]) -> float | None:

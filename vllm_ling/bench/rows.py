@@ -6,11 +6,14 @@ others carry the side's name in front (`stock_ms_per_token`). A field that was n
 
 - `ms_per_token`: end to end, wall clock, per emitted token, the engine stepped as `LLM.generate` steps it; `spread_ms`
   lowest and highest.
+- `engine`: "own process", as with `vllm serve` and `LLM`. Without this field, in results of earlier versions, it shared
+  a process and a thread with the front end (requests in, tokens out), and their times added up.
 - `graph_ms_per_step`: the model's CUDA graph on the GPU, replayed back to back (CUDA events).
 - `gpu_ms_per_step`: all GPU work of a step (with drafts a round): that, and what the trace at the first context shows
   beside it (head, sampling, drafts, copies), without the waits between graph and single launches.
-- `host_ms_per_step`: `busy_ms` of the CPU, of it `launch_ms` for launching CUDA graphs, and `wait_ms` for the GPU.
-  Where it hardly waits, the CPU is the limit.
+- `host_ms_per_step`: what the thread that steps the engine does (scheduling, attention plans, sampling; no front end
+  where the engine has its own process): `busy_ms` of the CPU, of it `launch_ms` for launching CUDA graphs, and
+  `wait_ms` for the GPU. Where it hardly waits, the CPU is the limit.
 - `launches_per_token`: kernels, copies and memsets per emitted token, from the trace. First context only.
 - `dram_bytes_per_token`: read plus written, by ncu, with `--dram`; `dram_note` says how, or why not. Plain decode at
   the first context only.
@@ -18,8 +21,8 @@ others carry the side's name in front (`stock_ms_per_token`). A field that was n
 - `accept_length_seen`: tokens per round of the timed answers.
 
 Beside the rows: `extras` (milliseconds of a prefill, of a step of 32 sequences), `kernels` (per engine and context the
-40 costliest: name, launches a step, microseconds a step), `engines` (options, start, memory of the weights, choices,
-clocks, notes) and `errors`.
+40 costliest: name, launches a step, microseconds a step), `engines` (options, start, process and scheduling, memory of
+the weights, choices, clocks, notes) and `errors`.
 """
 
 import json
@@ -70,6 +73,8 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
     label = f"{name} {side.workload}"
     engine = asdict(side) | {
         "start_s": answer.start_s,
+        "engine": answer.engine,
+        "async_scheduling": answer.async_scheduling,
         "weights_bytes": answer.weights_bytes,
         "choices": answer.choices,
         "clocks": answer.clocks,
@@ -90,6 +95,7 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
         first = decoded.context == side.contexts[0]
         values: dict[str, Any] = {
             "ms_per_token": decoded.ms,
+            "engine": answer.engine,
             "spread_ms": [decoded.low, decoded.high],
             "graph_ms_per_step": decoded.graph_ms,
             "gpu_ms_per_step": None,
@@ -115,7 +121,8 @@ def add_answer(result: dict[str, Any], name: str, side: Side, answer: Answer) ->
         _put(row, name, values)
     for extra in answer.extras:
         row = _named(result["extras"], workload=extra.workload)
-        _put(row, name, {"ms": extra.ms, "spread_ms": [extra.low, extra.high]})
+        values = {"ms": extra.ms, "spread_ms": [extra.low, extra.high], "engine": answer.engine}
+        _put(row, name, values)
 
 
 def add_traffic(result: dict[str, Any], name: str, side: Side, traffic: Traffic) -> None:

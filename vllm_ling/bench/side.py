@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine process of `vllm-ling bench decode` is asked to do, and what it answers."""
+"""What one engine of `vllm-ling bench decode` is asked to do, and what comes back of it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ class Decoded:
     Attributes:
         graph_ms: GPU time of the model's CUDA graph, see `graphs.back_to_back`; None where nothing was replayed.
         accept_length: tokens over rounds of the timed repeats, prefill left out; None without drafts.
-        host: what the CPU does in a step; None where it, or the waiting, was not seen.
+        host: what the CPU does in a step, in the engine's process; None where it, or the waiting, was not seen.
     """
 
     context: int
@@ -83,6 +83,8 @@ class Answer:
     Attributes:
         start_s: seconds from nothing to a ready engine, imports left out.
         choices: what the plugin chose and why.
+        engine: where the engine ran: "own process" (vLLM's default) or "the bench's process".
+        async_scheduling: whether vLLM scheduled a step ahead (its default was taken); None if unknown.
         weights_bytes: GPU memory that loading took, of the draft too, as vLLM measures it; None if it did not say.
         steps: the traced steps at the first context; None where no trace came.
         clocks: SM and memory clock, power, temperature right after the timed repeats, as nvidia-smi prints them.
@@ -93,6 +95,8 @@ class Answer:
     decoded: list[Decoded]
     start_s: float
     choices: dict[str, list[str]]
+    engine: str = "unknown"
+    async_scheduling: bool | None = None
     weights_bytes: int | None = None
     extras: list[Extra] = field(default_factory=list)
     steps: Steps | None = None

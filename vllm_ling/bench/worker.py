@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process of `vllm-ling bench decode`: starts vLLM, times, then looks closer.
+"""The user of one engine for `vllm-ling bench decode`: starts vLLM, times, then looks closer.
 
     python -m vllm_ling.bench.worker SIDE_AS_JSON ANSWER_FILE
 
-All timing comes before any watching and tracing, and the answer is written after each part, so that neither a slow
-context nor a profiler that fails can cost a figure.
+This process has vLLM's front end (requests in, tokens out). The engine has a process of its own, as with `vllm serve`
+and `LLM`, so that the two do not wait for each other; the closer looks are taken there (`looks.py`). All timing comes
+before any watching and tracing, and the answer is written after each part, so that neither a slow context nor a
+profiler that fails can cost a figure.
 """
 
-import contextlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,9 +21,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vllm_ling.bench.host import watched
+from vllm_ling.bench import looks
+from vllm_ling.bench.host import Host
+from vllm_ling.bench.processes import needing, tie_children
+from vllm_ling.bench.remote import ask, during
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
-from vllm_ling.bench.trace import Steps, steps_of
+from vllm_ling.bench.trace import Steps
 from vllm_ling.eval.provenance import clocks
 from vllm_ling.eval.studies.seeded_engine import Requests
 
@@ -33,13 +38,17 @@ _NAMES = itertools.count()
 
 def work(side: Side, save: Callable[[Answer], None]) -> None:
     """Measures `side`, calling `save` with everything known so far."""
-    from vllm_ling.status import STATUS
-
     llm, started = engine(side)
-    choices = {name: [c.choice, c.reason] for name, c in STATUS.choices.items()}
-    answer = Answer([], started, choices)
+    facts = ask(llm, looks.facts)
+    answer = Answer([], started, facts["choices"], async_scheduling=facts["async_scheduling"])
+    answer.engine = "own process" if facts["process"] != os.getpid() else "the bench's process"
+    with needing(facts["process"]):
+        _measure(llm, side, answer, save)
+
+
+def _measure(llm: Any, side: Side, answer: Answer, save: Callable[[Answer], None]) -> None:
     try:
-        answer.weights_bytes = weights_bytes(llm)
+        answer.weights_bytes = ask(llm, looks.weights_bytes)
     except Exception as error:
         answer.notes.append(f"no memory of the weights: {error!r}")
     save(answer)
@@ -68,8 +77,11 @@ def work(side: Side, save: Callable[[Answer], None]) -> None:
     save(answer)
 
 
-def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
-    """The engine of a side and the seconds that it took to start; `memory` is the share of the GPU's it may take."""
+def engine(side: Side, memory: float = 0.9, own_process: bool = True) -> tuple[Any, float]:
+    """The engine of a side and the seconds that it took to start; `memory` is the share of the GPU's it may take.
+
+    `own_process`: see `engine.start`.
+    """
     from vllm_ling.bench.engine import model_folder, start
     from vllm_ling.hf_config import register_hf_config
 
@@ -100,14 +112,8 @@ def engine(side: Side, memory: float = 0.9) -> tuple[Any, float]:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         model = model_folder(Path(folder), side.model, side.layers, mtp=bool(side.draft_tokens))
-        llm = start(model, side.options, **settings)
+        llm = start(model, side.options, own_process, **settings)
         return llm, time.monotonic() - began
-
-
-def weights_bytes(llm: Any) -> int | None:
-    """GPU memory that loading took, as vLLM's runner measured it, or None."""
-    (found,) = llm.collective_rpc(lambda worker: getattr(worker.model_runner, "model_memory_usage", None))
-    return None if found is None else int(found)
 
 
 def generate(llm: Any, context: int, tokens: int, sequences: int = 1) -> float:
@@ -151,15 +157,8 @@ def token_times(llm: Any, context: int, tokens: int, sequences: int = 1) -> floa
 
 def traced(llm: Any, context: int, tokens: int) -> Steps:
     """The steps of one answer under the profiler."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        generate(llm, context, tokens)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        return steps_of(json.loads(path.read_text())["traceEvents"])
+    _, steps = during(llm, lambda: generate(llm, context, tokens), looks.trace)
+    return Steps(**steps | {"kernels": [tuple(row) for row in steps["kernels"]]})
 
 
 def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float]:
@@ -169,28 +168,25 @@ def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float
 
 
 def _decode(llm: Any, side: Side, context: int) -> tuple[Decoded, dict[int, int]]:
-    from vllm_ling.bench.graphs import counted
+    def times() -> tuple[float, float, float]:
+        return _times(lambda: token_times(llm, context, side.tokens), side.repeats)
 
-    with counted() as replays:
-        found = _times(lambda: token_times(llm, context, side.tokens), side.repeats)
+    found, replays = during(llm, times, looks.replays)
     return Decoded(context, *found), replays
 
 
 def _look(llm: Any, side: Side, decoded: Decoded, replays: dict[int, int]) -> Decoded:
-    from vllm_ling.bench.graphs import back_to_back, model_graph
-
-    graph = model_graph(lambda: generate(llm, decoded.context, round(_LOOK * side.tokens_per_step)))
+    context = decoded.context
+    few = round(_LOOK * side.tokens_per_step)
+    _, graph = during(llm, lambda: generate(llm, context, few), looks.slowest_graph)
     length = None
-    if side.draft_tokens and replays.get(id(graph)):
+    if side.draft_tokens and replays.get(graph):
         # The first token of an answer comes from prefill.
         tokens = (side.repeats + 1) * (side.tokens - 1)
-        length = tokens / replays[id(graph)]
-    found = replace(decoded, graph_ms=back_to_back(graph), accept_length=length)
-    with watched() as watch:
-        token_times(llm, decoded.context, side.tokens)
-    with contextlib.suppress(ValueError):  # no or too few graphs, or waits that cannot be watched
-        found = replace(found, host=watch.host(graph))
-    return found
+        length = tokens / replays[graph]
+    found = replace(decoded, graph_ms=ask(llm, looks.graph_ms, graph), accept_length=length)
+    _, host = during(llm, lambda: token_times(llm, context, side.tokens), looks.host, graph)
+    return replace(found, host=None if host is None else Host(**host))
 
 
 def _prefill(llm: Any, side: Side) -> Extra:
@@ -206,4 +202,5 @@ def _batch(llm: Any, side: Side) -> Extra:
 if __name__ == "__main__":
     from vllm_ling.eval.files import write_json
 
+    tie_children()
     work(Side(**json.loads(sys.argv[1])), lambda answer: write_json(Path(sys.argv[2]), asdict(answer)))
