@@ -4,7 +4,6 @@
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -44,10 +43,12 @@ def needing(process: int, grace_s: float = 10) -> Iterator[None]:
     vLLM raises where an engine ends during a step, but a function sent to it is then waited for without end.
     """
     over = threading.Event()
-    ended = os.pidfd_open(process)
+    state = Path(f"/proc/{process}/stat")
 
     def watch() -> None:
-        select.select([ended], [], [])
+        while _group_of_running(state) is not None:
+            if over.wait(1):
+                return
         if not over.wait(grace_s):
             print(f"process {process} ended before its work was done", file=sys.stderr, flush=True)
             os._exit(1)
@@ -118,12 +119,15 @@ def _wait_for_the_end(group: int) -> None:
 
 
 def _runs(group: int) -> bool:
-    for path in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
-        try:
-            # After the name, which may hold anything: state, parent, group.
-            state, _, found = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if int(found) == group and state not in "ZX":
-            return True
-    return False
+    threads = Path("/proc").glob("[0-9]*/task/[0-9]*/stat")
+    return any(_group_of_running(state) == group for state in threads)
+
+
+def _group_of_running(stat: Path) -> int | None:
+    """The process group of a process or thread, None if it is over."""
+    try:
+        # After the name, which may hold anything: state, parent, group.
+        state, _, group = stat.read_text(errors="replace").rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(group)
