@@ -73,6 +73,13 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
         self.ling_taps: dict[int, torch.Tensor] | None = None
         self._fused = fused_target(self, vllm_config, options.decode) if current_platform.is_cuda() else None
 
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """What vLLM's V2 model runner keeps for this model (V1 does not ask)."""
+        from vllm_ling.host.model_state import LingModelState
+
+        return LingModelState
+
     def forward(
         self,
         input_ids: torch.Tensor | None,
