@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_ling.cpu.install import install_cpu_layers
+from vllm_ling.decode import captured
 from vllm_ling.decode.policy import one_gpu
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import target_name
@@ -92,6 +93,7 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
         if self._fused is not None and input_ids is not None and intermediate_tensors is None:
             unusual = "embeddings come from outside" if inputs_embeds is not None else ""
             taken = self._fused.take(input_ids.shape[0], input_ids.device, unusual)
+            captured.note("target", input_ids.shape[0], taken and taken[0])
             if taken is not None:
                 built, batches = taken
                 built.body.taps = self.ling_taps
