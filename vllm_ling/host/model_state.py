@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ling.decode import captured
 from vllm_ling.decode.policy import one_gpu
+from vllm_ling.host import greedy
 from vllm_ling.host.kept_plans import LazyPlans, accepted, key_of
 from vllm_ling.host.staged_writes import keep_sent
 from vllm_ling.status import choose
@@ -44,10 +45,11 @@ class LingModelState(MambaHybridModelState):
         return ""
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any] | None:
-        """vLLM's sampler stays, but sends its tables only when they changed."""
+        """vLLM's sampler stays, but sends its tables only when they changed and is not asked about greedy batches."""
         custom = super().custom_sampler(sampler)
         if custom is None:
             keep_sent(sampler)
+            greedy.install(self.model, sampler)
         return custom
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:

@@ -101,6 +101,17 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
                 return self.model.norm(built.body(residual, positions, batches))
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
+    def best_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """int64 [tokens], what `compute_logits` of `hidden_states` [tokens, hidden] is largest for, the lowest on ties.
+
+        None where only the logits can tell.
+        """
+        processor, method = self.logits_processor, self.lm_head.quant_method
+        plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
+        if not plain or hidden_states.shape[0] > getattr(method, "most_best_rows", 0):
+            return None
+        return method.best_rows(self.lm_head, hidden_states)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads every tensor of the checkpoint but the MTP layer's.
 
