@@ -81,8 +81,8 @@ WORKAROUNDS = (
         remove_when="the sampler sends only what add_request staged",
     ),
     Workaround(
-        what="GPUModelRunner.sample of the V2 runner is wrapped: a Ling model's batches of plain greedy requests take the "
-        "best rows of its head (host/greedy.py); other batches and models go to vLLM's",
+        what="GPUModelRunner.sample of the V2 runner is wrapped: a Ling model's batches of plain greedy requests take "
+        "the best rows of its head (host/greedy.py); other batches and models go to vLLM's",
         why="a greedy token passes through logits and nine kernels, a verified draft through six more, all of them "
         "launched by the CPU, to find what the head's own kernel knows",
         upstream="a model may give a sampler (ModelState.custom_sampler), but it is handed logits, not hidden states",
