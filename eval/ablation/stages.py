@@ -128,7 +128,7 @@ def not_what_it_says(stage: AblationStage, served: Served) -> str | None:
     if stage.stock:
         return "the plugin is active although it was switched off" if served.plugin else None
     if not served.plugin:
-        return "the plugin's series are not on /metrics: it did not load, so stock vLLM is serving"
+        return "by /metrics the plugin is not active (not loaded, or switched off), so stock vLLM is serving"
     for shown in (_head_problem, _experts_problem, _linear_problem):
         if problem := shown(stage.options, served.choices):
             return problem

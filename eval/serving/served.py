@@ -21,7 +21,7 @@ class Served:
         model: name to ask for.
         max_model_len: tokens of prompt and answer together, None if the server does not say.
         version: vLLM's, None if the server does not say.
-        plugin: whether vllm-ling's series are there.
+        plugin: whether vllm-ling is active in a process; switched off, it still says so on the page.
         choices: what the plugin chose, such as {"lm_head": "fp8_online"}.
         proofs, faults: what its checks at load found, by code.
         draft_tokens: draft tokens a round, 0 without speculation.
@@ -78,7 +78,7 @@ def describe(url: str, model: str | None = None) -> Served:
         model=name,
         max_model_len=most if isinstance(most, int) else None,
         version=_version(_optional(f"{base}/version")),
-        plugin=bool(found),
+        plugin="active" in found.get(names.PLUGIN, {}).values(),
         choices=found.get(names.CHOICE, {}),
         proofs=found.get(names.PROOF, {}),
         faults=found.get(names.FAULT, {}),

@@ -139,7 +139,7 @@ MTP = plan(FOUR, {}, gpu=True)[-1]
         (MTP, served({**FP8_LING, "moe decode": "stock"}, ("draft_head",)), "moe=ling was asked for"),
         (MTP, served({**FP8_LING, "linear 512 x 128": "stock"}, ("draft_head",)), "linear=ling"),
         (MTP, served(FP8_LING, ("draft_head",), {"draft_head_nan": "row 3"}), "draft_head_nan: row 3"),
-        (MTP, served(None), "did not load"),
+        (MTP, served(None), "not active"),
         (AblationStage("stock", stock=True), served(None), None),
         (AblationStage("stock", stock=True), served({}), "active although"),
         (AblationStage("b", {"moe": "reference"}), served({"moe mxfp4": "torch"}), "moe=reference"),

@@ -41,6 +41,16 @@ def test_a_server_that_has_no_more_than_its_models(version: str) -> None:
     assert (found.model, found.max_model_len, found.version, found.plugin) == ("org/m-1", 99, None, False)
 
 
+@pytest.mark.parametrize(("states", "active"), [("inactive inactive", False), ("inactive active", True)])
+def test_a_plugin_that_is_switched_off_says_so_and_is_none(states: str, active: bool) -> None:
+    page = "".join(
+        f'{names.PLUGIN}{{process="{n}",state="{state}",reason="",version="1"}} 1.0\n'
+        for n, state in enumerate(states.split())
+    )
+    with serving(pages({"/v1/models": MODELS, "/metrics": page})) as url:
+        assert describe(url).plugin is active
+
+
 @pytest.mark.parametrize("models", ["<html>", "[1]", "{}", '{"data": [7]}', '{"data": [{"name": "x"}]}'])
 def test_no_list_of_models_is_named(models: str) -> None:
     words = r"/v1/models: no list of models.*--url"

@@ -92,7 +92,7 @@ def server_problems(served: Served) -> list[tuple[Outcome, str]]:
         ("fail", f"FAULT {code}: {message}") for code, message in served.faults.items()
     ]
     if not served.plugin:
-        found.append(("fail", "the plugin's series are not on /metrics: stock vLLM answered"))
+        found.append(("fail", "by /metrics the plugin is not active: stock vLLM answered"))
     return found
 
 
