@@ -97,6 +97,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     return folder, code, out
 
 
+@pytest.mark.clock
 def test_json_has_the_promised_shape(good: tuple[Path, int, str]) -> None:
     content: dict[str, Any] = json.loads((good[0] / "build" / "demo.json").read_text())
     DemoReport.model_validate(content)
@@ -122,6 +123,7 @@ def test_json_has_the_promised_shape(good: tuple[Path, int, str]) -> None:
     assert str(good[0]) not in json.dumps(content)
 
 
+@pytest.mark.clock
 def test_figures_are_those_of_the_servers(good: tuple[Path, int, str]) -> None:
     stages = {s["name"]: s for s in json.loads((good[0] / "build" / "demo.json").read_text())["stages"]}
     for name, stage in stages.items():
@@ -139,6 +141,7 @@ def test_figures_are_those_of_the_servers(good: tuple[Path, int, str]) -> None:
     assert stages["trap"]["accept_length"] == 1.0
 
 
+@pytest.mark.clock
 def test_piped_output_is_plain_and_tells_the_story(good: tuple[Path, int, str]) -> None:
     folder, code, out = good
     assert code == 0, out

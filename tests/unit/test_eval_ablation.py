@@ -179,6 +179,7 @@ def content(table: list[Row], **changes: Any) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "stages": stages, **data, **changes}
 
 
+@pytest.mark.clock
 def test_the_whole_ablation_over_mock_servers(tmp_path: Path) -> None:
     what = ablation(["baseline", "moe", "mtp"], SPEEDS, rounds=2)
     found = run(what, tmp_path, restart=False, console=Console(quiet=True))
