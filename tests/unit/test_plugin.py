@@ -10,7 +10,7 @@ import pytest
 
 from vllm_ling import compat
 
-# Importing vLLM takes seconds, so one process does it and each case is a fork of it, where nothing of ours is loaded yet.
+# Importing vLLM takes seconds: one process does it, and each case is a fork of it where nothing of ours is loaded.
 REPORTS = """
 import json, os, sys
 from vllm.model_executor.models import ModelRegistry
