@@ -92,7 +92,7 @@ def wait_for(folder: Path, text: str, process: subprocess.Popen[str]) -> None:
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A whole demo: its folder, exit code and output."""
     folder = tmp_path_factory.mktemp("good")
-    code, out, err = finish(start(folder, "--items", "24", server=[*MOCK, "--wrong-every", "12"]))
+    code, out, err = finish(start(folder, "--items", "12", server=[*MOCK, "--wrong-every", "12"]))
     assert err == ""
     return folder, code, out
 
@@ -129,8 +129,8 @@ def test_figures_are_those_of_the_servers(good: tuple[Path, int, str]) -> None:
     for name, stage in stages.items():
         fast = name in ("mtp", "trap_scale")
         tokens_per_step = 2.5 if fast else 1.0
-        assert stage["items"] == 24
-        assert stage["accuracy"] == pytest.approx(22 / 24)
+        assert stage["items"] == 12
+        assert stage["accuracy"] == pytest.approx(11 / 12)
         assert stage["tpot_ms"] == pytest.approx(STEP_MS / tokens_per_step, rel=0.12), name
         assert stage["tok_per_s"] == pytest.approx(1000 * tokens_per_step / STEP_MS, rel=0.12), name
         assert TTFT_MS <= stage["ttft_ms"] < TTFT_MS + 15
@@ -146,7 +146,7 @@ def test_piped_output_is_plain_and_tells_the_story(good: tuple[Path, int, str]) 
     folder, code, out = good
     assert code == 0, out
     assert "\x1b" not in out
-    assert "[4/6] mtp: 6 problems one at a time" in out
+    assert "[4/6] mtp: 3 problems one at a time" in out
     assert "trap: caught by the proof at load" in out
     assert "trap_scale: caught only by the proof at load" in out
     assert "FAILED" not in out

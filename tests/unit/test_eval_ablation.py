@@ -378,6 +378,7 @@ run(what, Path(sys.argv[1]), restart=False, console=Console(quiet=True))
 """
 
 
+@pytest.mark.slow
 def test_killed_twice_and_gone_on_with_the_same_result(tmp_path: Path) -> None:
     """SIGKILL in the middle of each stage: no item is asked twice, no server is left, the outcome is the same."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
