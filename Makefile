@@ -51,10 +51,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Engines on one core each go two at a time; the other tests hold speeds against the clock and go alone.
+# Two tests at a time, one core each; then alone those that hold a figure against the clock.
 test: lint
-	@$(BIN)/pytest -m 'not gpu' -n 2 --dist loadfile tests/cpu tests/emulator
-	$(BIN)/pytest -m 'not gpu' --ignore=tests/cpu --ignore=tests/emulator
+	@$(BIN)/pytest -m 'not gpu and not clock' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m 'clock and not gpu'
 
 wheel: setup
 	@$(BIN)/python -m build --wheel --no-isolation

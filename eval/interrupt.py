@@ -2,7 +2,9 @@
 """Long commands end in order: Ctrl-C and SIGTERM alike stop the servers and keep what is finished."""
 
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
@@ -16,6 +18,28 @@ def interruptible(work: Callable[[], int], kept: str) -> int:
         return 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block, in which a process is started that nobody would know else.
+
+    Other threads than the main one are never interrupted, and nothing is held there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda found, _: came.append(found))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for found in came:
+            signal.raise_signal(found)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from vllm_ling.errors import LingError
+from vllm_ling.eval.interrupt import held
 
 HOST = "127.0.0.1"
 TAIL_LINES = 30
@@ -103,20 +104,22 @@ def running(
         if probe.connect_ex((HOST, port)) == 0:
             raise LingError(f"port {port} on {HOST} is already in use")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+    process = None
     try:
+        with log.open("wb") as sink, held():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
         yield _wait_ready(process, port, log, timeout_s)
     finally:
-        stop_group(process)
+        if process is not None:
+            stop_group(process)
 
 
 def _end_with_parent() -> None:

@@ -162,6 +162,9 @@ def _run(spec: EngineSpec) -> EngineRun:
         engine["additional_config"] = {"ling": spec.options}
     if spec.draft_tokens:
         engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": spec.draft_tokens}
+    # A start collects garbage some ten times, and would walk through all that was imported each time: most of its time
+    # for a little model. The engine's end unfreezes.
+    gc.freeze()
     llm = LLM(model=spec.model, **(engine | spec.engine))
     asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in spec.prompts]
     logits: list[list[float]] = []

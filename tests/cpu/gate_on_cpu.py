@@ -137,6 +137,7 @@ def ask(case: Case, watch: Watch) -> Answer:
     }
     if case.drafts:
         engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": case.drafts}
+    gc.freeze()  # as in `vllm_ling.eval.studies.engines`
     llm = LLM(model=str(tiny_ling_path()), **(engine | case.engine))
     guard = LingStatLogger(llm.llm_engine.vllm_config)._guard
     alarms: list[str] = []

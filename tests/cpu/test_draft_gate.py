@@ -58,12 +58,14 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -> dict[str, Answer]:
+def answers(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str], at_once: int
+) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("gate")
 
     def run(number: int) -> list[Answer]:
         (questions, results) = (folder / f"asked-{number}.json", folder / f"answered-{number}.json")
-        questions.write_text(json.dumps([dataclasses.asdict(case) for case in cases()[number::2]]))
+        questions.write_text(json.dumps([dataclasses.asdict(case) for case in cases()[number::at_once]]))
         script = Path(__file__).with_name("gate_on_cpu.py")
         done = subprocess.run(
             [sys.executable, str(script), str(questions), str(results)],
@@ -79,8 +81,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
             for answer in json.loads(results.read_text())
         ]
 
-    with ThreadPoolExecutor(2) as pool:
-        return {answer.name: answer for half in pool.map(run, (0, 1)) for answer in half}
+    with ThreadPoolExecutor(at_once) as pool:
+        return {answer.name: answer for part in pool.map(run, range(at_once)) for answer in part}
 
 
 ANY = ["any length, 1 at a time", "any length, 4 at a time"]

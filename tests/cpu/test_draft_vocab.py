@@ -47,7 +47,7 @@ def evil_list(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str], at_once: int
 ) -> Iterator[dict[str, EngineRun]]:
     folder = tmp_path_factory.mktemp("lists")
     lists = {"good": {"draft_vocab": str(good_list(folder))}, "evil": {"draft_vocab": str(evil_list(folder))}}
@@ -85,11 +85,12 @@ def runs(
                     engine=engine,
                 )
             )
-    with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(
-            lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (specs[:5], specs[5:])
+    with ThreadPoolExecutor(at_once) as pool:
+        parts = pool.map(
+            lambda first: run_engines(specs[first::at_once], timeout_s=1500, environment=one_thread),
+            range(at_once),
         )
-        yield {run.name: run for half in halves for run in half}
+        yield {run.name: run for part in parts for run in part}
 
 
 @pytest.mark.parametrize(

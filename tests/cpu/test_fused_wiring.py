@@ -24,7 +24,9 @@ TAPS = ("0", "5", "11", "final", "logits")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -> dict[str, Any]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str], at_once: int
+) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("wiring")
     env = os.environ | one_thread
 
@@ -36,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -
         return torch.load(out)
 
     names = ("fused", "layers", "one group")
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(names, pool.map(run, names), strict=True))
 
 

@@ -51,7 +51,7 @@ def without_mtp_weights(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str], at_once: int
 ) -> Iterator[dict[str, EngineRun]]:
     specs = []
     for dtype, concurrency in (("float32", 1), ("float32", 4), ("bfloat16", 4)):
@@ -70,11 +70,12 @@ def runs(
             )
     zeros = without_mtp_weights(tmp_path_factory.mktemp("zeros") / "model")
     specs.append(EngineSpec("mtp zeros", str(zeros), prompts()[:8], max_tokens=TOKENS, draft_tokens=3))
-    with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(
-            lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (specs[:2], specs[2:])
+    with ThreadPoolExecutor(at_once) as pool:
+        parts = pool.map(
+            lambda first: run_engines(specs[first::at_once], timeout_s=1500, environment=one_thread),
+            range(at_once),
         )
-        yield {run.name: run for half in halves for run in half}
+        yield {run.name: run for part in parts for run in part}
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

@@ -58,14 +58,15 @@ def sampled(drafts: int, **sampling: float) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def runs(one_thread: dict[str, str]) -> Iterator[dict[str, EngineRun]]:
+def runs(one_thread: dict[str, str], at_once: int) -> Iterator[dict[str, EngineRun]]:
     asked = [greedy(drafts) for drafts in (0, *DRAFTS)]
     asked += [sampled(drafts, temperature=2.0) for drafts in (0, 3)] + [sampled(0, temperature=1.0)]
-    with ThreadPoolExecutor(2) as pool:
-        halves = pool.map(
-            lambda part: run_engines(part, timeout_s=1500, environment=one_thread), (asked[::2], asked[1::2])
+    with ThreadPoolExecutor(at_once) as pool:
+        parts = pool.map(
+            lambda first: run_engines(asked[first::at_once], timeout_s=1500, environment=one_thread),
+            range(at_once),
         )
-        yield {run.name: run for half in halves for run in half}
+        yield {run.name: run for part in parts for run in part}
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)

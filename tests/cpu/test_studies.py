@@ -44,8 +44,10 @@ def run(env: dict[str, str], out: Path, *command: str) -> Study:
 
 
 @pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]) -> dict[str, Study]:
-    """All of them, two at a time."""
+def studies(
+    tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str], at_once: int
+) -> dict[str, Study]:
+    """All of them, as many at a time as there are cores for."""
     folder = tmp_path_factory.mktemp("studies")
     common = ("--model", "mini", "--options", "{}")
     full, long, side = folder / "full.json", folder / "long.json", folder / "side.pt"
@@ -65,7 +67,7 @@ def studies(tmp_path_factory: pytest.TempPathFactory, one_thread: dict[str, str]
             *("--draft", "3", "--budget", "40", "--out", str(long)),
         ),
     }
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         found = {
             name: pool.submit(run, os.environ | one_thread, *command) for name, command in commands.items()
         }

@@ -92,11 +92,12 @@ def wait_for(folder: Path, text: str, process: subprocess.Popen[str]) -> None:
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     """A whole demo: its folder, exit code and output."""
     folder = tmp_path_factory.mktemp("good")
-    code, out, err = finish(start(folder, "--items", "24", server=[*MOCK, "--wrong-every", "12"]))
+    code, out, err = finish(start(folder, "--items", "12", server=[*MOCK, "--wrong-every", "12"]))
     assert err == ""
     return folder, code, out
 
 
+@pytest.mark.clock
 def test_json_has_the_promised_shape(good: tuple[Path, int, str]) -> None:
     content: dict[str, Any] = json.loads((good[0] / "build" / "demo.json").read_text())
     DemoReport.model_validate(content)
@@ -122,13 +123,14 @@ def test_json_has_the_promised_shape(good: tuple[Path, int, str]) -> None:
     assert str(good[0]) not in json.dumps(content)
 
 
+@pytest.mark.clock
 def test_figures_are_those_of_the_servers(good: tuple[Path, int, str]) -> None:
     stages = {s["name"]: s for s in json.loads((good[0] / "build" / "demo.json").read_text())["stages"]}
     for name, stage in stages.items():
         fast = name in ("mtp", "trap_scale")
         tokens_per_step = 2.5 if fast else 1.0
-        assert stage["items"] == 24
-        assert stage["accuracy"] == pytest.approx(22 / 24)
+        assert stage["items"] == 12
+        assert stage["accuracy"] == pytest.approx(11 / 12)
         assert stage["tpot_ms"] == pytest.approx(STEP_MS / tokens_per_step, rel=0.12), name
         assert stage["tok_per_s"] == pytest.approx(1000 * tokens_per_step / STEP_MS, rel=0.12), name
         assert TTFT_MS <= stage["ttft_ms"] < TTFT_MS + 15
@@ -139,11 +141,12 @@ def test_figures_are_those_of_the_servers(good: tuple[Path, int, str]) -> None:
     assert stages["trap"]["accept_length"] == 1.0
 
 
+@pytest.mark.clock
 def test_piped_output_is_plain_and_tells_the_story(good: tuple[Path, int, str]) -> None:
     folder, code, out = good
     assert code == 0, out
     assert "\x1b" not in out
-    assert "[4/6] mtp: 6 problems one at a time" in out
+    assert "[4/6] mtp: 3 problems one at a time" in out
     assert "trap: caught by the proof at load" in out
     assert "trap_scale: caught only by the proof at load" in out
     assert "FAILED" not in out

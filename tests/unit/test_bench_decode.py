@@ -328,6 +328,7 @@ class SlowEngine:
 
 
 @pytest.mark.parametrize(("sequences", "burst"), [(1, 1), (2, 1), (1, 4)])
+@pytest.mark.clock
 def test_time_per_token_leaves_the_prompts_out(sequences: int, burst: int) -> None:
     from vllm_ling.bench.worker import token_times
 

@@ -179,6 +179,7 @@ def content(table: list[Row], **changes: Any) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "stages": stages, **data, **changes}
 
 
+@pytest.mark.clock
 def test_the_whole_ablation_over_mock_servers(tmp_path: Path) -> None:
     what = ablation(["baseline", "moe", "mtp"], SPEEDS, rounds=2)
     found = run(what, tmp_path, restart=False, console=Console(quiet=True))
@@ -377,6 +378,7 @@ run(what, Path(sys.argv[1]), restart=False, console=Console(quiet=True))
 """
 
 
+@pytest.mark.slow
 def test_killed_twice_and_gone_on_with_the_same_result(tmp_path: Path) -> None:
     """SIGKILL in the middle of each stage: no item is asked twice, no server is left, the outcome is the same."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]

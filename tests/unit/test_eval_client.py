@@ -26,6 +26,7 @@ def ask(url: str, rows: list[dict[str, str]], concurrency: int = 1, max_tokens: 
 
 
 @pytest.mark.parametrize(("accept", "mean"), [((1,), 1.0), ((2, 3), 2.5), ((4,), 4.0)])
+@pytest.mark.clock
 def test_time_per_token_is_right_however_tokens_are_chunked(accept: tuple[int, ...], mean: float) -> None:
     steadily(lambda: check_time_per_token(accept, mean))
 
@@ -237,6 +238,7 @@ def test_a_server_that_only_keeps_the_connection_alive_has_stalled() -> None:
     assert answer.error == "stalled: nothing came for 1 s" and answer.text == "a"
 
 
+@pytest.mark.clock
 def test_a_total_that_comes_late_is_not_decode_time() -> None:
     late = [said("a"), said("b") + said("", finish="stop"), event(choices=[], usage=TOTAL)]
     with serving(slow(late, 0.4)) as url:

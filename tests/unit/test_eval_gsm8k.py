@@ -28,6 +28,7 @@ def run(what: Gsm8k, out: Path, script: Script, **more: Any) -> ResultFile:
         return evaluate(what, describe(url), out, label=None, restart=more.get("restart", False))
 
 
+@pytest.mark.clock
 def test_every_figure_of_a_40_tok_s_server(tmp_path: Path) -> None:
     """All within 2% of what the script says; the answers are those of the data, every third one wrong."""
     steadily(lambda: check_40_tok_s(tmp_path))

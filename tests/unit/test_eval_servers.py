@@ -2,11 +2,13 @@
 """Servers are started and stopped with everything they started; failures show the end of the log."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,29 @@ def test_a_server_is_stopped_when_the_block_fails(tmp_path: Path) -> None:
     ):
         raise KeyboardInterrupt
     assert not alive(server.process.pid)
+
+
+def test_a_signal_in_the_middle_of_the_start_leaves_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    start = subprocess.Popen
+
+    def interrupted(*args: Any, **how: Any) -> "subprocess.Popen[bytes]":
+        process = start(*args, **how)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    port = free_port()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        running([sys.executable, "-c", OK_SERVER, str(port)], port=port, log=tmp_path / "log"),
+    ):
+        pytest.fail("the block must not run")
+    assert started and not alive(started[0])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("stubborn_leader", [False, True])

@@ -18,6 +18,7 @@ from vllm_ling.eval.serving.served import describe
 RANDOM = Synthetic(None, isl=40, osl=31, requests=2, repeats=3)
 
 
+@pytest.mark.clock
 def test_lengths_speed_and_labels(tmp_path: Path) -> None:
     steadily(lambda: check_lengths_speed_and_labels(tmp_path))
 

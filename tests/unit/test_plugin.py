@@ -2,68 +2,89 @@
 """register(): cheap, idempotent, silent about other models, and never an exception, whatever breaks inside."""
 
 import json
-import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from vllm_ling import compat
 
-REPORT = """
-import json
-from vllm_ling import plugin, status
-{break_it}
-plugin.register()
-first = status.STATUS.as_dict()
-plugin.register()
-assert status.STATUS.as_dict() == first, "a second call changed something"
+# Importing vLLM takes seconds: one process does it, and each case is a fork of it where nothing of ours is loaded.
+REPORTS = """
+import json, os, sys
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-entry = ModelRegistry.models["BailingMoeV3ForCausalLM"]
-print(json.dumps({{"status": first, "module": entry.module_name, "ling": "ling" in QUANTIZATION_METHODS}}))
+assert not any(name.split(".")[0] == "vllm_ling" for name in sys.modules)
+
+def report(break_it, env):
+    os.environ.update(env)
+    from vllm_ling import plugin, status
+    exec(break_it, {})
+    plugin.register()
+    first = status.STATUS.as_dict()
+    plugin.register()
+    assert status.STATUS.as_dict() == first, "a second call changed something"
+    entry = ModelRegistry.models["BailingMoeV3ForCausalLM"]
+    found = {"status": first, "module": entry.module_name, "ling": "ling" in QUANTIZATION_METHODS}
+    print("report", json.dumps(found), flush=True)
+
+for case in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        report(*case)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{case} failed")
 """
+ACTIVE: tuple[str, dict[str, str]] = ("", {})
+INACTIVE: dict[str, tuple[str, dict[str, str], str]] = {
+    "disabled": ("", {"VLLM_LING_DISABLE": "1"}, "VLLM_LING_DISABLE"),
+    "window": (
+        "from vllm_ling import compat; compat.installed_vllm = lambda: '0.99.0'",
+        {},
+        "outside the supported window",
+    ),
+    "no vllm": (
+        "from vllm_ling import compat; compat.installed_vllm = lambda: None",
+        {},
+        "no vllm distribution",
+    ),
+    "raises": (
+        "import vllm_ling.hf_config as c; c.register_hf_config = lambda: 1 / 0",
+        {},
+        "ZeroDivisionError",
+    ),
+    "import fails": ("import sys; sys.modules['vllm_ling.quant.claim'] = None", {}, "ModuleNotFoundError"),
+}
 
 
-def run(break_it: str = "", **env: str) -> dict[str, object]:
-    """Runs register() twice in a fresh process and reports what it left behind."""
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict[str, Any]]:
+    """What register(), called twice in a process of its own, left behind: by case, and "active" for the sound one."""
+    cases = {"active": ACTIVE} | {name: case[:2] for name, case in INACTIVE.items()}
     done = subprocess.run(
-        [sys.executable, "-c", REPORT.format(break_it=break_it)],
+        [sys.executable, "-c", REPORTS, json.dumps(list(cases.values()))],
         capture_output=True,
         text=True,
-        env={**os.environ, **env},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [line.removeprefix("report ") for line in done.stdout.splitlines() if line.startswith("report ")]
+    return dict(zip(cases, map(json.loads, lines), strict=True))
 
 
-def test_active() -> None:
-    report = run()
-    assert report["status"]["state"] == "active"  # type: ignore[index]
+def test_active(reports: dict[str, dict[str, Any]]) -> None:
+    report = reports["active"]
+    assert report["status"]["state"] == "active"
     assert report["module"] == "vllm_ling.models.ling" and report["ling"]
 
 
-@pytest.mark.parametrize(
-    ("break_it", "env", "word"),
-    [
-        ("", {"VLLM_LING_DISABLE": "1"}, "VLLM_LING_DISABLE"),
-        (
-            "from vllm_ling import compat; compat.installed_vllm = lambda: '0.99.0'",
-            {},
-            "outside the supported window",
-        ),
-        ("from vllm_ling import compat; compat.installed_vllm = lambda: None", {}, "no vllm distribution"),
-        ("import vllm_ling.hf_config as c; c.register_hf_config = lambda: 1 / 0", {}, "ZeroDivisionError"),
-        ("import sys; sys.modules['vllm_ling.quant.claim'] = None", {}, "ModuleNotFoundError"),
-    ],
-    ids=["disabled", "window", "no vllm", "raises", "import fails"],
-)
-def test_inactive_leaves_stock(break_it: str, env: dict[str, str], word: str) -> None:
-    report = run(break_it, **env)
-    status = report["status"]
-    assert status["state"] == "inactive" and word in status["reason"]  # type: ignore[index]
-    assert status["active"] == {}  # type: ignore[index]
+@pytest.mark.parametrize("name", INACTIVE)
+def test_inactive_leaves_stock(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    report, word = reports[name], INACTIVE[name][2]
+    assert report["status"]["state"] == "inactive" and word in report["status"]["reason"]
+    assert report["status"]["active"] == {}
     assert report["module"] == "vllm.model_executor.models.bailing_moe_v3" and not report["ling"]
 
 

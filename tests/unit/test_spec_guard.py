@@ -112,6 +112,7 @@ def test_figures() -> None:
         DraftGuard(0)
 
 
+@pytest.mark.clock
 def test_overhead_is_small_beside_a_step() -> None:
     """About 8 us: half a percent of a step of 1.6 ms. The bound leaves room for a busy machine."""
     guard = DraftGuard(3, break_even=1.97)

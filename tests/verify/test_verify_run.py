@@ -219,6 +219,7 @@ def gone(folder: Path) -> bool:
     return servers_of(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_in_the_middle_and_gone_on(tmp_path: Path, how: signal.Signals) -> None:
     """In the middle of gsm8k: no server is left, the answers are kept, and the next run asks the rest only."""

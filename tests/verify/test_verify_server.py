@@ -94,6 +94,7 @@ def test_chance(right: int, items: int, p: float) -> None:
     assert gsm8k.chance_of_so_few(right, items, 0.9) == pytest.approx(p)
 
 
+@pytest.mark.clock
 def test_sound_speed_with_its_spread(tmp_path: Path) -> None:
     finding = time_it(Script(ttft_ms=5, step_ms=4, accept=(2, 4), speculates=True), tmp_path, serve=MTP)
     assert finding.outcome == "ok", finding.evidence
@@ -127,6 +128,7 @@ def test_a_last_position_that_is_never_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("expected", "outcome"), [(20, "ok"), (300, "warn"), (900, "fail")])
+@pytest.mark.clock
 def test_slower_than_expected(tmp_path: Path, expected: float, outcome: str) -> None:
     finding = time_it(Script(ttft_ms=5, step_ms=5), tmp_path, expect_tok_per_s=expected)  # 200 tok/s
     assert finding.outcome == outcome
