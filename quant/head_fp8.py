@@ -206,9 +206,13 @@ class HeadFp8Method(QuantizeMethodBase):
             blocks = scale[part.start // _BLOCK[0] : _blocks(part.stop, 0)]
             return dequantize_block_fp8(weight[part], blocks, _BLOCK)
 
-        code, parts = f"{self._what.replace(' ', '_')}_decode", _chunks(weight.shape[0])
         return logits_problem(
-            code, lambda x: self._product(layer, x), self._gemv.max_tokens, weight, parts, exact
+            self._code("decode"),
+            lambda x: self._product(layer, x),
+            self._gemv.max_tokens,
+            weight,
+            _chunks(weight.shape[0]),
+            exact,
         )
 
     def _settle_argmax(self, layer: Any) -> None:
@@ -219,7 +223,7 @@ class HeadFp8Method(QuantizeMethodBase):
         self._argmax, reason = self._decode_kernel(layer, argmax=True)
         if self._argmax is not None:
             reason = argmax_problem(
-                f"{self._what.replace(' ', '_')}_argmax",
+                self._code("argmax"),
                 lambda x, out: self._best(layer, x, out),
                 lambda x: self._product(layer, x),
                 self._argmax.max_tokens,
@@ -232,6 +236,10 @@ class HeadFp8Method(QuantizeMethodBase):
             choose(what, "ling", f"up to {self._argmax.max_tokens} rows, without logits")
         else:
             choose(what, "none", reason)
+
+    def _code(self, kernel: str) -> str:
+        """Under which a comparison of a kernel goes on record."""
+        return f"{self._what.replace(' ', '_')}_{kernel}"
 
     def _product(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], layer.weight.shape[0], dtype=x.dtype, device=x.device)

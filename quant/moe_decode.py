@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_ling.quant.decode_moe import TOKEN_COUNTS, MoEShape, MoEWeights, unsupported
+from vllm_ling.quant.linear_check import random_tokens
 
 # Our path keeps BF16 activations where vLLM quantizes those of the shared expert to FP8 (about 3%), and a near tie may
 # be routed to the other expert. A wrong layout, scale or expert order gives an error of about 1.
@@ -95,9 +96,7 @@ def check_block(block: Any, device: torch.device) -> float:
     """Relative RMS between our kernel and vLLM's path on random tokens of a loaded block, at the worst of the token
     counts that it is compiled for."""
     counts = [count for count in TOKEN_COUNTS if count <= block.ling_group.decoder.max_tokens]
-    generator = torch.Generator(device).manual_seed(0)
-    size = (counts[-1], block.hidden_size)
-    x = torch.randn(size, device=device, generator=generator, dtype=torch.float32).bfloat16()
+    x = random_tokens(counts[-1], block.hidden_size, device)
     stock = block.stock(x).float()
     if not bool(stock.isfinite().all() and (stock != 0).any()):
         return float("nan")

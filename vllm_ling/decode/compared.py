@@ -8,7 +8,7 @@ takes the path. vLLM warms up every graph it captures, hence that is at load, ex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from vllm_ling.decode.check import BOUND, Inconclusive, NotChecked, worse
+from vllm_ling.decode.check import BOUND, Inconclusive, NotChecked
 from vllm_ling.decode.kda_step import KdaBatch
 from vllm_ling.status import STATUS, choose, fault, proof
 
@@ -57,7 +57,7 @@ class Comparisons:
         self._done: list[Kind] = []
         self._waiting: dict[Kind, str] = {}
         self._left = CHECKS
-        self._parts, self._furthest = 0, ("", 0.0)
+        self._furthest = ("", 0.0)
 
     def cover(self, kind: Kind) -> bool:
         """Whether batches of this kind are known to agree."""
@@ -97,14 +97,11 @@ class Comparisons:
     def _agreed(self, kind: Kind, found: Mapping[str, float]) -> None:
         self._done.append(kind)
         self._waiting = {other: why for other, why in self._waiting.items() if not self.cover(other)}
-        self._parts = len(found)
-        for part in found.items():
-            if worse(part[1], self._furthest[1]) != self._furthest[1]:
-                self._furthest = part
+        self._furthest = max(self._furthest, *found.items(), key=lambda part: part[1])  # none is NaN here
         name, distance = self._furthest
         proof(
             f"{self._what}_decode",
-            f"{self._parts} parts agree with vLLM's layers, stream, states and attention's inputs, in batches of "
+            f"{len(found)} parts agree with vLLM's layers, stream, states and attention's inputs, in batches of "
             f"{'; '.join(map(str, self._done))}; the furthest is {name}, {distance:.4f}",
         )
         self._say()
