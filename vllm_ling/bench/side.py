@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ling.bench.host import Host
-from vllm_ling.bench.trace import Steps
+from vllm_ling.bench.trace import Steps, read_steps
 
 PREFILL, BATCH = 8192, 32
 
@@ -116,8 +116,6 @@ def read_answer(found: dict[str, Any]) -> Answer:
                 for row in found["decoded"]
             ],
             "extras": [Extra(**row) for row in found["extras"]],
-            "steps": None
-            if steps is None
-            else Steps(**steps | {"kernels": [tuple(row) for row in steps["kernels"]]}),
+            "steps": None if steps is None else read_steps(steps),
         }
     )

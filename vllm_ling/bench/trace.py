@@ -41,6 +41,11 @@ class Steps:
     kernels: list[tuple[str, float, float]]
 
 
+def read_steps(found: dict[str, Any]) -> Steps:
+    """The steps from their plain form, which has lists for tuples."""
+    return Steps(**found | {"kernels": [tuple(row) for row in found["kernels"]]})
+
+
 @dataclass(frozen=True)
 class _Event:
     name: str

@@ -26,7 +26,7 @@ from vllm_ling.bench.host import Host
 from vllm_ling.bench.processes import needing, tie_children
 from vllm_ling.bench.remote import ask, during
 from vllm_ling.bench.side import BATCH, PREFILL, Answer, Decoded, Extra, Side
-from vllm_ling.bench.trace import Steps
+from vllm_ling.bench.trace import Steps, read_steps
 from vllm_ling.eval.provenance import clocks
 from vllm_ling.eval.studies.seeded_engine import Requests
 
@@ -158,7 +158,7 @@ def token_times(llm: Any, context: int, tokens: int, sequences: int = 1) -> floa
 def traced(llm: Any, context: int, tokens: int) -> Steps:
     """The steps of one answer under the profiler."""
     _, steps = during(llm, lambda: generate(llm, context, tokens), looks.trace)
-    return Steps(**steps | {"kernels": [tuple(row) for row in steps["kernels"]]})
+    return read_steps(steps)
 
 
 def _times(once: Callable[[], float], repeats: int) -> tuple[float, float, float]:
