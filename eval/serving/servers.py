@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a server in a process group of its own, waits until it answers, and leaves nothing of it behind."""
 
-import ctypes
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
+from vllm_ling.bench.processes import die_with_parent
 from vllm_ling.errors import LingError
 from vllm_ling.eval.interrupt import held
 
@@ -25,7 +25,6 @@ _FAULT = re.compile(r"vllm-ling: FAULT (\w+): (.*)")
 _CAUSE = re.compile(r"(?:LingError|vllm-ling: error): (.*)")
 _STOP_S = 20.0
 _ORPHANS_S = 2.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ServerError(LingError):
@@ -103,6 +102,19 @@ def running(
     with socket.socket() as probe:
         if probe.connect_ex((HOST, port)) == 0:
             raise LingError(f"port {port} on {HOST} is already in use")
+    with started(command, log, env) as process:
+        yield _wait_ready(process, port, log, timeout_s)
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `command` in a process group of its own for the length of the block, with its output in `log`.
+
+    It gets SIGTERM when this process dies, however it dies: what is left behind would hold the memory. `env` is added
+    to this process's.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     process = None
     try:
@@ -114,17 +126,12 @@ def running(
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
-        yield _wait_ready(process, port, log, timeout_s)
+        yield process
     finally:
         if process is not None:
             stop_group(process)
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when this process dies, however it dies; a server left behind would hold the memory."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> Server:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.process_state import over
 from vllm_ling.errors import LingError
 from vllm_ling.eval.serving.servers import (
     ServerError,
@@ -43,22 +44,14 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_server_runs_for_the_block_with_its_environment(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "logs" / "server.log"
     command = [sys.executable, "-c", OK_SERVER, str(port)]
     with running(command, port=port, log=log, env={"OPTION": "x"}, timeout_s=30) as server:
         assert server.url == f"http://127.0.0.1:{port}"
         server.check()
-        assert alive(server.process.pid)
-    assert not alive(server.process.pid)
+        assert not over(server.process.pid)
+    assert over(server.process.pid)
     assert "option x" in log.read_text()
 
 
@@ -69,7 +62,7 @@ def test_a_server_is_stopped_when_the_block_fails(tmp_path: Path) -> None:
         running([sys.executable, "-c", OK_SERVER, str(port)], port=port, log=tmp_path / "log") as server,
     ):
         raise KeyboardInterrupt
-    assert not alive(server.process.pid)
+    assert over(server.process.pid)
 
 
 def test_a_signal_in_the_middle_of_the_start_leaves_no_server(
@@ -91,7 +84,7 @@ def test_a_signal_in_the_middle_of_the_start_leaves_no_server(
         running([sys.executable, "-c", OK_SERVER, str(port)], port=port, log=tmp_path / "log"),
     ):
         pytest.fail("the block must not run")
-    assert started and not alive(started[0])
+    assert started and over(started[0])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -105,9 +98,9 @@ def test_stopping_a_group_ends_children_that_ignore_sigterm(tmp_path: Path, stub
     while "child up" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.02)
     child = int(log.read_text().split()[1])
-    assert alive(child)
+    assert not over(child)
     stop_group(process, patience_s=0.5)
-    assert not alive(process.pid) and not alive(child)
+    assert over(process.pid) and over(child)
 
 
 def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
@@ -130,7 +123,7 @@ def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path) -> 
         running([sys.executable, "-c", code], port=free_port(), log=log, timeout_s=1),
     ):
         pytest.fail("the block must not run")
-    assert not alive(int(log.read_text()))
+    assert over(int(log.read_text()))
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:

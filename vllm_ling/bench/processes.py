@@ -19,10 +19,10 @@ _RUNNING: "set[subprocess.Popen[bytes]]" = set()
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent() -> None:
-    """In a child: the kernel ends it if its parent is ended in a way that runs no code of ours (SIGTERM, SIGKILL)."""
+def die_with_parent(how: int = signal.SIGKILL) -> None:
+    """In a child: the kernel sends it `how` if its parent ends, also in a way that runs no code of ours."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, how)
 
 
 def tie_children() -> None:

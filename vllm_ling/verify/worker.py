@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A part in a process of its own, so that its tensors and its GPU context are gone before the next part begins."""
 
-import ctypes
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from vllm_ling.errors import LingError
-from vllm_ling.eval.serving.servers import stop_group
+from vllm_ling.eval.serving.servers import started
 from vllm_ling.verify.finding import Finding
 from vllm_ling.verify.logits import last_line
 from vllm_ling.verify.settings import Verification
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _UNUSABLE = 3
 
 
@@ -27,23 +24,12 @@ def run_apart(part: str, what: Verification, log: Path) -> Finding:
         LingError: what the part found unusable, such as a missing tensor.
         RuntimeError: it ended in another way, such as for want of memory.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as sink:
+    with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "asked.json"), Path(folder, "answered.json")
         asked.write_text(what.to_json(), encoding="utf-8")
         command = [sys.executable, "-m", "vllm_ling.verify.worker", part, str(asked), str(answered)]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
-        try:
+        with started(command, log) as process:
             process.wait()
-        finally:
-            stop_group(process)
         if process.returncode or not answered.exists():
             if process.returncode == _UNUSABLE:
                 raise LingError(answered.read_text(encoding="utf-8"))
@@ -55,11 +41,6 @@ def run_apart(part: str, what: Verification, log: Path) -> Finding:
             )
             raise RuntimeError(f"{said} ({ended}; log: {log.name})")
         return Finding.model_validate_json(answered.read_text(encoding="utf-8"))
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when this process dies, however it dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _main(part: str, asked: Path, answered: Path) -> None:
