@@ -149,6 +149,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   int used = 0;
   for (int tile = first; KSPLIT > 1 ? tile - first + (int)blockIdx.x < tiles : tile < tiles; tile += stride) {
     float acc[GROUPS_OF_8][4] = {};
+#if ROW_SCALES
+    float row_scale[2];  // asked for now: behind the last product they would be a trip to memory that nothing else fills
+#pragma unroll
+    for (int i = 0; i < 2; i++) row_scale[i] = load_fresh(scales + min(tile * 16 + g + i * 8, rows - 1));
+#endif
 #if !ARGMAX
     float added[GROUPS_OF_8 * 4] = {};
     if (residual && part == 0) {
@@ -201,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       if (row >= rows || token >= tokens) continue;
       float value = acc[c][i % 4];
 #if ROW_SCALES
-      value *= __ldg(scales + row);
+      value *= row_scale[i >> 1 & 1];
 #endif
 #if ARGMAX
       value = to_float(to_bf16(value));
