@@ -170,7 +170,8 @@ class Fp8Gemv:
             x: contiguous BF16 [tokens, k] (with the SwiGLU prologue [tokens, 2 k]), tokens at most `max_tokens`.
             weight: E4M3 [rows, k], or its `parts`.
             scales: float32 [rows], or [ceil(rows / 128), k / 128]; of each part.
-            out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties.
+            out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties;
+                NaN and -inf are passed over, and 0 is given where there is nothing else.
             residual: BF16 [tokens, rows] added before rounding; may be `out`.
             norm: BF16 [k] weight and epsilon of the norm prologue.
             normed: BF16 [tokens, k] that receives the normalized x, or None.

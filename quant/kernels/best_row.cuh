@@ -63,6 +63,6 @@ __device__ __forceinline__ void finish_best(Exchange *exchange, long long *ids, 
   for (int i = 0; i < EACH; i++) best.keep_better(word[i].first.bits(), word[i].second.bits());
   best.of_warp();
   if (lane) return;
-  ids[token] = best.row;
+  ids[token] = best.row == NO_ROW ? 0 : best.row;  // whoever looks up a row by it stays inside its table
   if (token == 0) store_epoch(&exchange->epoch, tag);  // all CTAs have read it, or their words would not be here
 }

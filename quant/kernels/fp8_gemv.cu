@@ -69,8 +69,9 @@ __device__ __forceinline__ void stage_x(bf16_t *staged, const bf16_t *x, const f
 }
 
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
-// y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
-// receives the normalized x. `factors`: FP32 [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
+// y: BF16 [tokens][N]; `residual` (or null), BF16 [tokens][N], is added and may be y. With ARGMAX instead ids[tokens], the row of the
+// largest BF16 logit, lowest on ties (see best_row.cuh). `normed` (or null) receives the normalized x. `factors`: FP32
+// [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     fp8_gemv(const bf16_t *__restrict__ x, const bf16_t *__restrict__ x_second, const uint8_t *__restrict__ w,
              const uint8_t *__restrict__ w_second, const uint8_t *__restrict__ w_third, const float *__restrict__ scales,
