@@ -90,7 +90,7 @@ def _with(shape: GemvShape, tokens: int, gpu: Gpu, warps: int, ksplit: int) -> G
     columns = -(-tokens // 8) * 8
     fixed = 2 * tokens * (shape.k + 8) + 64
     fixed += 4 * tokens * (shape.k // 128) if shape.prologue in ("norm", "joined") else 0
-    fixed += (4 * warps * columns * 17 if ksplit > 1 else 0) + (8 * warps * columns if shape.argmax else 0)
+    fixed += 4 * warps * columns * 17 if ksplit > 1 else 0
     # Two or three stages, so that two CTAs fit: the next launch then fills its rings while this one drains.
     ring = warps * _BLOCK_BYTES
     stages = max(2, min(3, (gpu.shared_bytes // 2 - fixed) // ring))
@@ -111,15 +111,25 @@ def defines(shape: GemvShape, p: GemvPlan, pdl: bool) -> dict[str, int | str]:
         "THIRD": starts[1],
         "USE_PDL": int(pdl),
         "TOKENS": p.tokens,
+        "GRID": p.ctas,
         "WARPS": p.warps,
         "KSPLIT": p.ksplit,
         "STAGES": p.stages,
         "SHARED_BYTES": p.shared_bytes,
+        "EXCHANGE_BYTES": _exchange_bytes(p.tokens, p.ctas),
     }
 
 
+def _exchange_bytes(tokens: int, ctas: int) -> int:
+    """A line for the epoch, and for each token and CTA two tagged words of 8 bytes."""
+    return 128 + 16 * tokens * ctas
+
+
 class Fp8Gemv:
-    """Compiled kernels for one weight shape and 1 to 16 tokens; reused by all layers of that shape, on one stream."""
+    """Compiled kernels for one weight shape and 1 to 16 tokens; reused by all layers of that shape.
+
+    With `argmax` on one stream at a time: launches that overlap would take each other's words, and might wait for ever.
+    """
 
     def __init__(
         self, shape: GemvShape, gpu: Gpu, device: torch.device, cache: Path | None, pdl: bool = True
@@ -138,9 +148,9 @@ class Fp8Gemv:
         )
         self.shape, self._pdl = shape, pdl
         self.origins, self.max_tokens = self._kernels.origins, self._kernels.max_tokens
-        columns = 16 if shape.argmax else 0
-        self._best = torch.empty(gpu.sms * columns, 2, dtype=torch.float32, device=device)
-        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+        # One for all token counts, which number their launches together. Zeroed once: see struct Exchange.
+        size = _exchange_bytes(self.max_tokens, gpu.sms) if shape.argmax else 0
+        self._exchange = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def __call__(
         self,
@@ -160,7 +170,8 @@ class Fp8Gemv:
             x: contiguous BF16 [tokens, k] (with the SwiGLU prologue [tokens, 2 k]), tokens at most `max_tokens`.
             weight: E4M3 [rows, k], or its `parts`.
             scales: float32 [rows], or [ceil(rows / 128), k / 128]; of each part.
-            out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties.
+            out: BF16 [tokens, rows]; with `argmax` int64 [tokens], the row of the largest BF16 logit, lowest on ties;
+                NaN and -inf are passed over, and 0 is given where there is nothing else.
             residual: BF16 [tokens, rows] added before rounding; may be `out`.
             norm: BF16 [k] weight and epsilon of the norm prologue.
             normed: BF16 [tokens, k] that receives the normalized x, or None.
@@ -174,10 +185,10 @@ class Fp8Gemv:
         x_second, norm_second = second or (None, None)
         tensors = (x, x_second, *_three(weight), *_three(scales), norm_weight, norm_second)
         tensors += (factors, normed, residual)
-        pointers = (*(0 if t is None else t.data_ptr() for t in tensors), y, self._best.data_ptr())
         values: tuple[int | float, ...] = (
-            *pointers,
-            self._counter.data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in tensors),
+            y,
+            self._exchange.data_ptr(),
             ids,
             x.shape[0],
             self.shape.rows,
@@ -193,4 +204,4 @@ def _three(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor 
     return [*given, *[None] * (3 - len(given))]
 
 
-_TYPES = (ctypes.c_void_p,) * 17 + (ctypes.c_int,) * 2 + (ctypes.c_float,)
+_TYPES = (ctypes.c_void_p,) * 16 + (ctypes.c_int,) * 2 + (ctypes.c_float,)

@@ -7,7 +7,8 @@
 // W may lie in up to three tensors, one below the other, each a multiple of 16 rows: SECOND and THIRD are the tiles where the
 // later ones begin. What is multiplied is x, its RMSNorm (PROLOGUE 1), the SwiGLU of rows of 2 K values (PROLOGUE 2), x times a
 // factor for each 128 values (PROLOGUE 3), or the RMSNorms of two inputs of K / 2 values side by side (PROLOGUE 4).
-// Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, PROLOGUE, SECOND, THIRD, USE_PDL, WARPS (per CTA), STAGES, KSPLIT.
+// Compile-time: K, TOKENS, ROW_SCALES, ARGMAX, PROLOGUE, SECOND, THIRD, USE_PDL, GRID (CTAs), WARPS (per CTA), STAGES, KSPLIT.
+#include "best_row.cuh"
 #include "fp8_tile.cuh"
 
 #define COLUMNS ((TOKENS + 7) / 8 * 8)
@@ -16,6 +17,8 @@
 #define BLOCKS (K / 128)
 #define STEPS ((BLOCKS + KSPLIT - 1) / KSPLIT)  // blocks of a warp per tile
 
+static_assert(COLUMNS * 64 <= STAGES * 2048, "what a warp has found is left in its ring");
+
 struct Shared {
   uint4 ring[WARPS][STAGES][128];
   bf16_t x[TOKENS * X_STRIDE];
@@ -23,19 +26,13 @@ struct Shared {
   float sums[WARPS][COLUMNS][17];
 #endif
 #if ARGMAX
-  float2 found[WARPS][COLUMNS];
-  bool last;
+  uint32_t tag;  // of this launch
 #endif
 #if PROLOGUE == 1 || PROLOGUE == 4
   float parts[TOKENS * BLOCKS];
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "fp8_gemv.py: shared memory size");
-
-// (value, row): the larger value, of equal ones the lower row.
-__device__ __forceinline__ void keep_better(float2 &best, const float2 &other) {
-  if (other.x > best.x || (other.x == best.x && __float_as_int(other.y) < __float_as_int(best.y))) best = other;
-}
 
 // Four values of x after PROLOGUE 0, 2 or 3: what they are made of, asked for in a batch, as each such load takes a trip to L2.
 struct Piece {
@@ -72,15 +69,15 @@ __device__ __forceinline__ void stage_x(bf16_t *staged, const bf16_t *x, const f
 }
 
 // Scales: ROW_SCALES ? [N] : [ceil(N / 128)][K / 128], FP32.
-// y: BF16 [tokens][N]. With ARGMAX instead ids[tokens], the row of the largest BF16 logit, lowest on ties; `best` holds
-// CTAs x COLUMNS pairs, `counter` starts at zero. `residual` (or null): BF16 [tokens][N], added; may be y. `normed` (or null)
-// receives the normalized x. `factors`: FP32 [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
+// y: BF16 [tokens][N]; `residual` (or null), BF16 [tokens][N], is added and may be y. With ARGMAX instead ids[tokens], the row of the
+// largest BF16 logit, lowest on ties (see best_row.cuh). `normed` (or null) receives the normalized x. `factors`: FP32
+// [tokens][K / 128]. `x_second` and its norm: the right half of PROLOGUE 4.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     fp8_gemv(const bf16_t *__restrict__ x, const bf16_t *__restrict__ x_second, const uint8_t *__restrict__ w,
              const uint8_t *__restrict__ w_second, const uint8_t *__restrict__ w_third, const float *__restrict__ scales,
              const float *__restrict__ scales_second, const float *__restrict__ scales_third, const bf16_t *__restrict__ norm_weight,
              const bf16_t *__restrict__ norm_second, const float *__restrict__ factors, bf16_t *normed, const bf16_t *residual,
-             bf16_t *y, float2 *best, uint32_t *counter, long long *__restrict__ ids, int tokens, int rows, float eps) {
+             bf16_t *y, Exchange *exchange, long long *__restrict__ ids, int tokens, int rows, float eps) {
   extern __shared__ uint4 dynamic[];
   Shared &s = *(Shared *)dynamic;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -103,11 +100,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   // Weights do not depend on the producer: ask for them before waiting for x.
   int next = 0;
   for (; next < STAGES; next++) fetch(next);
+  uint32_t epoch = 0;
+  auto wait_for_x = [&]() {
+    wait_for_producer();
+    if (ARGMAX && threadIdx.x == 0) epoch = load_fresh(&exchange->epoch);  // on its way together with x
+  };
 #if PROLOGUE == 1
   typedef Rows<TOKENS, K, WARPS * 32> XRows;
   XRows row, norm;
   norm.load_weight(norm_weight);
-  wait_for_producer();
+  wait_for_x();
   row.load(x, tokens);
   row.normalize(norm, s.parts, eps);
 #pragma unroll
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   typedef Rows<TOKENS, K / 2, WARPS * 32> XRows;
   XRows row[2], norm[2];
   norm[0].load_weight(norm_weight), norm[1].load_weight(norm_second);
-  wait_for_producer();
+  wait_for_x();
   row[0].load(x, tokens), row[1].load(x_second, tokens);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -134,20 +136,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
   }
 #else
-  wait_for_producer();
+  wait_for_x();
   stage_x(s.x, x, factors, tokens);
 #endif
-  __syncthreads();
-
 #if ARGMAX
+  if (threadIdx.x == 0) s.tag = next_tag(epoch);
   float top[GROUPS_OF_8][2];
   int where[GROUPS_OF_8][2];
 #pragma unroll
-  for (int c = 0; c < GROUPS_OF_8; c++) top[c][0] = top[c][1] = -3.4e38f, where[c][0] = where[c][1] = 0x7FFFFFFF;
+  for (int c = 0; c < GROUPS_OF_8; c++) top[c][0] = top[c][1] = -3.4e38f, where[c][0] = where[c][1] = NO_ROW;
 #endif
+  __syncthreads();
   int used = 0;
   for (int tile = first; KSPLIT > 1 ? tile - first + (int)blockIdx.x < tiles : tile < tiles; tile += stride) {
     float acc[GROUPS_OF_8][4] = {};
+#if ROW_SCALES
+    float row_scale[2];  // asked for now: behind the last product they would be a trip to memory that nothing else fills
+#pragma unroll
+    for (int i = 0; i < 2; i++) row_scale[i] = load_fresh(scales + min(tile * 16 + g + i * 8, rows - 1));
+#endif
 #if !ARGMAX
     float added[GROUPS_OF_8 * 4] = {};
     if (residual && part == 0) {
@@ -200,52 +207,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
       if (row >= rows || token >= tokens) continue;
       float value = acc[c][i % 4];
 #if ROW_SCALES
-      value *= __ldg(scales + row);
+      value *= row_scale[i >> 1 & 1];
 #endif
 #if ARGMAX
       value = to_float(to_bf16(value));
-      if (value > top[c][i & 1] || (value == top[c][i & 1] && row < where[c][i & 1])) top[c][i & 1] = value, where[c][i & 1] = row;
+      if (value > top[c][i & 1]) top[c][i & 1] = value, where[c][i & 1] = row;  // a thread's rows rise, so the lowest stays
 #else
       y[(size_t)token * rows + row] = to_bf16(value + added[i]);
 #endif
     }
   }
 #if ARGMAX
+  auto found_by = [&](int w) { return (uint2(*)[8])s.ring[w]; };  // [COLUMNS][8]; a warp is done with its ring
 #pragma unroll
-  for (int i = 0; i < GROUPS_OF_8 * 2; i++) {
-    float value = top[i / 2][i % 2];
-    int row = where[i / 2][i % 2];
-#pragma unroll
-    for (int offset = 4; offset < 32; offset <<= 1) {
-      float v = __shfl_xor_sync(~0u, value, offset);
-      int r = __shfl_xor_sync(~0u, row, offset);
-      if (v > value || (v == value && r < row)) value = v, row = r;
-    }
-    if (g == 0) s.found[warp][i / 2 * 8 + 2 * t + (i & 1)] = make_float2(value, __int_as_float(row));
-  }
-  // The CTA's best go to best[CTA][COLUMNS]; the last CTA to get here compares those, and leaves the counter at zero.
+  for (int i = 0; i < GROUPS_OF_8 * 2; i++)
+    found_by(warp)[i / 2 * 8 + 2 * t + (i & 1)][g] = make_uint2(key_of(top[i / 2][i % 2]), where[i / 2][i % 2]);
   __syncthreads();
-  if (threadIdx.x < COLUMNS) {
-    float2 winner = s.found[0][threadIdx.x];
-    for (int i = 1; i < WARPS; i++) keep_better(winner, s.found[i][threadIdx.x]);
-    best[(size_t)blockIdx.x * COLUMNS + threadIdx.x] = winner;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    s.last = atomicAdd(counter, 1u) == gridDim.x - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!s.last) return;
-  if (threadIdx.x == 0) *counter = 0;
-  for (int token = warp; token < tokens; token += WARPS) {
-    float2 winner = make_float2(-3.4e38f, __int_as_float(0x7FFFFFFF));
-    for (int i = lane; i < gridDim.x; i += 32) keep_better(winner, load_fresh(best + (size_t)i * COLUMNS + token));
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1)
-      keep_better(winner, make_float2(__shfl_xor_sync(~0u, winner.x, offset), __shfl_xor_sync(~0u, winner.y, offset)));
-    if (lane == 0) ids[token] = __float_as_int(winner.y);
-  }
+#pragma unroll 1
+  for (int token = warp; token < tokens; token += WARPS)
+    finish_best(exchange, ids, token, s.tag, [&](int w) { return found_by(w)[token]; });
 #endif
 }

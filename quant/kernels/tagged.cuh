@@ -36,7 +36,8 @@ struct Word {
     return tag;
   }
   __device__ __forceinline__ uint32_t missing(uint32_t want) const { return tag() ^ want; }  // 0 once it is there
-  __device__ __forceinline__ float value() const { return __uint_as_float((uint32_t)word); }
+  __device__ __forceinline__ uint32_t bits() const { return (uint32_t)word; }
+  __device__ __forceinline__ float value() const { return __uint_as_float(bits()); }
   __device__ __forceinline__ void ask(const Tagged *p, uint32_t want) {
     asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, %3;\n @p ld.relaxed.gpu.global.b64 %0, [%1];\n}"
                  : "+l"(word)

@@ -20,6 +20,7 @@ TINY = MoEShape(hidden=256, intermediate=128, experts=32, top_k=4, groups=4, top
 GEMV: dict[str, int | str] = {
     "K": 256,
     "TOKENS": 1,
+    "GRID": 132,
     "WARPS": 8,
     "KSPLIT": 1,
     "STAGES": 2,
@@ -30,6 +31,7 @@ GEMV: dict[str, int | str] = {
     "THIRD": 1 << 30,
     "USE_PDL": 1,
     "SHARED_BYTES": 48 * 1024,
+    "EXCHANGE_BYTES": 128 + 16 * 132,
 }
 
 
