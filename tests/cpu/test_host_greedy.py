@@ -66,7 +66,8 @@ def make_runner(monkeypatch: pytest.MonkeyPatch, best: list[int] | None, *reques
     greedy.install(model, sampler)
     for slot, settings in enumerate(requests):
         sampler.add_request(slot, SamplingParams(**settings))
-    rejection = type("RejectionSampler", (), {"__module__": "vllm.x", "watermark_key": None})()
+    fields = {"__module__": "vllm.x", "watermark_key": None, "synthetic_conditional_rates": None}
+    rejection = type("RejectionSampler", (), fields)()
     return SimpleNamespace(
         model=model,
         sampler=sampler,
@@ -190,15 +191,50 @@ def test_a_grammar_and_a_head_without_the_kernel_keep_vllms_way(monkeypatch: pyt
     assert sample(runner, make_batch(1)) == "vLLM"
 
 
-@pytest.mark.parametrize("case", ["synthetic", "watermark", "logits", "Other", "no speculator"])
+def synthetic_runner(
+    monkeypatch: pytest.MonkeyPatch, best: list[int], requests: int, rates: list[float]
+) -> Any:
+    runner = make_runner(monkeypatch, best, *[GREEDY] * requests)
+    runner.speculative_config.rejection_sample_method = "synthetic"
+    runner.rejection_sampler.synthetic_conditional_rates = torch.tensor(rates)
+    return runner
+
+
+def test_synthetic_acceptance_takes_the_drafts_up_to_the_first_that_has_no_luck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The drafts are 1, 2, 3 and 5, 6, 7; the head agrees with none.
+    runner = synthetic_runner(monkeypatch, [90, 91, 92, 93, 94, 95, 96, 97], 2, [1.0, 1.0, 0.0])
+    output, number, rejected = sample(runner, make_batch(2, 3))
+    assert output.sampled_token_ids[:, :3].tolist() == [[1, 2, 92], [5, 6, 96]]
+    assert number.tolist() == [3, 3] and rejected.tolist() == [1, 1]
+    assert output.sampled_token_ids.dtype == torch.int64 and number.dtype == torch.int32
+    runner.rejection_sampler.synthetic_conditional_rates = torch.ones(3)
+    assert sample(runner, make_batch(2, 3))[0].sampled_token_ids.tolist() == [[1, 2, 3, 93], [5, 6, 7, 97]]
+    assert STATUS.choices["greedy verification"].choice == "best rows"
+
+
+def test_synthetic_acceptance_has_the_rates_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    runner = synthetic_runner(monkeypatch, [90, 91, 92], 1, [0.8, 0.25])
+    lengths = [int(sample(runner, make_batch(1, 2))[1]) for _ in range(2000)]
+    # 0.8 + 0.8 * 0.25 drafts a round; one standard deviation of the mean is 0.014.
+    assert abs(sum(lengths) / len(lengths) - 2.0) < 0.06
+    assert 330 < lengths.count(1) < 470  # a fifth of 2,000, give or take four standard deviations
+
+
+@pytest.mark.parametrize("case", ["block", "watermark", "logits", "Other", "no speculator", "rates"])
 def test_drafts_judged_in_another_way_are_vllms(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(monkeypatch, [1, 2], GREEDY)
-    if case == "synthetic":
+    if case == "block":
         runner.speculative_config.rejection_sample_method = case
     elif case == "watermark":
         runner.rejection_sampler.watermark_key = 3
     elif case == "logits":
         runner.speculator.draft_logits = object()
+    elif case == "rates":
+        fields = {"__module__": "vllm.x", "watermark_key": None}
+        runner.rejection_sampler = type("RejectionSampler", (), fields)()
     elif case == "Other":
         runner.rejection_sampler = type(case, (), {})()
     else:

@@ -5,8 +5,8 @@ vLLM's V2 runner lets a batch without sampling parameters pass through everythin
 Gumbel kernel that adds no noise, two reductions, a kernel that counts one token per request; for drafts, statistics of
 every logit, a rejection kernel, a resampling kernel, and one that inserts what was not resampled. Where every request
 of a batch is plain and greedy, its tokens are the best rows of the head (lowest id on ties, as in vLLM's kernels), a
-draft is accepted where it is one, and a request gets one token more than it has accepted drafts. Any other batch is
-vLLM's.
+draft is accepted where it is one (with vLLM's synthetic acceptance: by lot), and a request gets one token more than it
+has accepted drafts. Any other batch is vLLM's.
 """
 
 import inspect
@@ -68,11 +68,31 @@ class GreedySampling:
         sampled = best.view(count, each)
         if drafts:
             proposed = batch.input_ids[:tokens].view(count, each)[:, 1:]
-            first_wrong = torch.where(sampled[:, :-1] == proposed, drafts, self._steps(drafts, best)).amin(1)
+            sampled, first_wrong = self._verify(runner, sampled, proposed)
             number, rejected = first_wrong + 1, drafts - first_wrong
         else:
             number, rejected = self._constant(1, count, best), self._constant(0, count, best)
         return _output(sampled, number, rejected), number, rejected
+
+    def _verify(
+        self, runner: Any, best: torch.Tensor, proposed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [requests, drafts + 1] and int32 [requests], the first draft that is not accepted.
+
+        Args:
+            best: int64 [requests, drafts + 1].
+            proposed: int32 [requests, drafts].
+        """
+        drafts = proposed.shape[1]
+        steps, rates = self._steps(drafts, best), runner.rejection_sampler.synthetic_conditional_rates
+        if rates is None:
+            return best, torch.where(best[:, :-1] == proposed, drafts, steps).amin(1)
+        # Synthetic acceptance times rounds, whatever is right: by lot, and what is accepted is what was drafted.
+        lucky = torch.rand(proposed.shape, device=best.device) < rates[:drafts]
+        first_wrong = torch.where(lucky, drafts, steps).amin(1)
+        tokens = best.clone()
+        tokens[:, :-1] = torch.where(steps < first_wrong[:, None], proposed, best[:, :-1])
+        return tokens, first_wrong
 
     def _without_drafts(self, runner: Any) -> str:
         if self._drafts_problem is None:
@@ -128,8 +148,10 @@ def drafts_problem(runner: Any) -> str:
     if type(rejection).__name__ != "RejectionSampler" or not type(rejection).__module__.startswith("vllm."):
         return f"drafts are judged by {type(rejection).__name__}"
     method = runner.speculative_config.rejection_sample_method
-    if method != "standard":
+    if method not in ("standard", "synthetic"):
         return f"rejection_sample_method={method}"
+    if not hasattr(rejection, "synthetic_conditional_rates"):
+        return "vLLM's rejection sampler has changed"
     if rejection.watermark_key is not None:
         return "drafts are watermarked"
     if speculator is None or speculator.draft_logits is not None:
