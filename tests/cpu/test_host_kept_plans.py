@@ -19,13 +19,15 @@ from vllm_ling.decode import captured
 from vllm_ling.host import model_state
 from vllm_ling.host.kept_plans import LazyPlans, key_of
 from vllm_ling.host.model_state import LingModelState
+from vllm_ling.host.plans_check import PlansCheck
 from vllm_ling.status import STATUS
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs of our attention for up to four sequences of up to four tokens."""
-    monkeypatch.setattr(STATUS, "choices", {})
+    for record in ("choices", "proofs", "faults"):
+        monkeypatch.setattr(STATUS, record, {})
     captured.forget()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     ours = built(True)
@@ -99,12 +101,16 @@ def test_graphs_find_what_vllm_would_have_left(
 ) -> None:
     kept, wrong = walk(monkeypatch, drafts, seed)
     assert wrong == []
-    assert kept > 50
+    assert kept > 40
     assert {choice.choice for choice in STATUS.choices.values()} == {"new batches"}
+    assert not STATUS.faults and "kept_plans" in STATUS.proofs
 
 
-@pytest.mark.parametrize("blind", ["blocks", "slots", "arrivals", "other steps", "accepted"])
-def test_the_comparison_sees_what_a_key_forgets(blind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BLIND = ("blocks", "slots", "arrivals", "other steps", "accepted")
+
+
+def blinded(blind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are kept where they must not be."""
     if blind in ("blocks", "slots"):
         place = {"slots": 2, "blocks": 5}[blind]
 
@@ -128,7 +134,30 @@ def test_the_comparison_sees_what_a_key_forgets(blind: str, monkeypatch: pytest.
             return plans
 
         monkeypatch.setattr(LingModelState, "prepare_attn", remembering)
+
+
+@pytest.mark.parametrize("blind", BLIND)
+def test_these_tests_see_what_a_key_forgets(blind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blinded(blind, monkeypatch)
+    monkeypatch.setattr(PlansCheck, "due", lambda _: False)
     assert any(walk(monkeypatch, 3, seed, 300)[1] for seed in range(3))
+
+
+@pytest.mark.parametrize("blind", BLIND)
+def test_the_comparison_while_serving_sees_it_too_and_ends_the_keeping(
+    blind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blinded(blind, monkeypatch)
+    monkeypatch.setattr(PlansCheck, "due", lambda _: True)
+    kept, wrong = walk(monkeypatch, 3, 0, 300)
+    assert "of an earlier one" in STATUS.faults["kept_plans"] and says("of an earlier one")
+    assert (kept, wrong) == (0, []), "a compared step has vLLM's own plans"
+
+
+def test_kept_steps_are_compared_at_growing_distances() -> None:
+    check = PlansCheck()
+    found = [step for step in range(1, 20001) if check.due()]
+    assert found == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384]
 
 
 def same_step(bench: Bench, drafts: int = 0, **others: Any) -> Any:
@@ -136,6 +165,7 @@ def same_step(bench: Bench, drafts: int = 0, **others: Any) -> Any:
 
 
 def ready(monkeypatch: pytest.MonkeyPatch, drafts: int = 0) -> Bench:
+    monkeypatch.setattr(PlansCheck, "due", lambda _: False)
     bench = Bench(monkeypatch, LingModelState, drafts)
     bench.add(1)
     return bench

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-_SPEC = (
+# Buffers of a KDA plan that a graph reads: with drafts to verify, and without.
+SPEC = (
     "spec_state_indices_tensor",
     "spec_sequence_masks",
     "spec_token_indx",
     "spec_query_start_loc",
     "num_accepted_tokens",
 )
-_PLAIN = ("non_spec_state_indices_tensor", "non_spec_query_start_loc")
+PLAIN = ("non_spec_state_indices_tensor", "non_spec_query_start_loc")
 
 
 def key_of(batch: Any, num_blocks: np.ndarray, state_block: int, slack: int) -> tuple[Any, ...] | None:
@@ -74,7 +75,7 @@ def accepted(
             spec = plan.spec_sequence_masks is not None
             if plan.num_prefills or (spec and plan.num_decodes):
                 return [], "a sequence is no decode"
-            for name in _SPEC if spec else _PLAIN:
+            for name in SPEC if spec else PLAIN:
                 if not _one_of(getattr(plan, name), [getattr(builder, name, None) for builder in builders]):
                     return [], f"{name} of a KDA plan lies outside vLLM's buffers"
             if spec:

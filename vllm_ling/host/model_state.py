@@ -4,6 +4,7 @@
 A model names this class itself (`get_model_state_cls`), so no other model meets it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm_ling.decode import captured
 from vllm_ling.decode.policy import one_gpu
 from vllm_ling.host import greedy
 from vllm_ling.host.kept_plans import LazyPlans, accepted, key_of
+from vllm_ling.host.plans_check import PlansCheck
 from vllm_ling.host.staged_writes import keep_sent
 from vllm_ling.status import choose
 
@@ -29,6 +31,7 @@ class LingModelState(MambaHybridModelState):
         self._tables: Any = None
         self._last: tuple[Any, ...] | None = None  # what the plans in vLLM's buffers were built for
         self._accepted: list[torch.Tensor] = []
+        self._check = PlansCheck()
         self._refused = self._plans_problem()
         self._said: set[str] = set()
         if self._refused:
@@ -97,7 +100,7 @@ class LingModelState(MambaHybridModelState):
         if key is not None and key == self._last:
             for numbers in self._accepted:
                 torch.index_select(self.num_accepted_tokens_gpu, 0, input_batch.idx_mapping, out=numbers)
-            return LazyPlans(build)
+            return self._compared(build, attn_groups) if self._check.due() else LazyPlans(build)
         self._last = None  # whatever this step is, it writes into the same buffers
         plans = build()
         if key is not None:
@@ -107,6 +110,15 @@ class LingModelState(MambaHybridModelState):
                 reason = "a KDA plan builder is not vLLM's own and may stage more"
             self._last = None if reason else key
             self._say("every step" if reason else "new batches", reason or "a graph reads what is there")
+        return plans
+
+    def _compared(self, build: Callable[[], dict[str, Any]], attn_groups: Any) -> Any:
+        """vLLM's plans of a step that would have kept them; none is kept any more if they differ."""
+        builders = [b for some in attn_groups for group in some for b in group.metadata_builders]
+        plans, wrong = self._check.compare(builders, build)
+        if wrong:
+            self._refused, self._last = wrong, None
+            self._say("every step", wrong)
         return plans
 
     def _key(self, batch: Any, size: captured.Size, attn_groups: Any, kv_cache_config: Any) -> Any:
