@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.doctor import capture_engine, widened
+from tests import widened
+from tests.doctor import capture_engine
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.pages import fetch
 from vllm_ling.doctor.phrases import PHRASES

@@ -9,7 +9,7 @@ import pytest
 
 from tests.doctor.clean import CLEAN
 from tests.doctor.evidence import FOLDER
-from tests.doctor.widened import widen
+from tests.widened import widen
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.checkpoint import read_checkpoint
 from vllm_ling.doctor.facts.environment import read_environment
