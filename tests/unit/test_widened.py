@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import widened
+from tests.unit.checkpoint_files import single_thread
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.checkpoint.shapes import LingShape
 from vllm_ling.eval.studies.answers import TinyAnswers
@@ -18,6 +19,9 @@ from vllm_ling.quant.tune import GPUS, Job, jobs
 from vllm_ling.reference.load import from_checkpoint
 from vllm_ling.reference.speculate import speculate
 from vllm_ling.tiny.evaluate import MAX_NEW_TOKENS
+
+__all__ = ["single_thread"]
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 # Each with its own `unsupported` and `plan`; the three of MLA's attention share theirs.
 KERNELS = {"moe_block", "fp8_gemv", "kda_step", "mla_prepare", "mla_attend", "mla_absorb", "mla_merge"}
