@@ -2,7 +2,7 @@
 """Captures evidence/*.{log,before,after} from real servers: `python -m tests.doctor.capture [--out FOLDER] [NAME ...]`.
 
 Names that begin with `gpu` need an H200 (`gpu-h200-ranks-*` two of them); all others run on the CPU. Without names all
-CPU servers are captured.
+CPU servers are captured. `--ablation FOLDER` cuts the logs that `vllm-ling eval ablate --random-weights flash` left.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.doctor import capture_engine, widened
+from tests import widened
+from tests.doctor import capture_engine
 from vllm_ling.checkpoint.locate import tiny_ling_path
 from vllm_ling.doctor.facts.pages import fetch
 from vllm_ling.doctor.phrases import PHRASES
@@ -74,6 +75,21 @@ SERVERS = {
 
 # Engines without a server, of random weights: their log alone.
 ENGINES = {"gpu-h200-mtp": "mtp", "gpu-h200-plain": "plain"}
+# Stages of an ablation whose servers run every kernel of ours, without and with drafts.
+STAGES = ("head", "mtp")
+
+
+def cut_ablation(folder: Path, out: Path) -> None:
+    """Keeps what the servers of an ablation on an H200 said; `folder` is its `ablation` folder."""
+    for stage in STAGES:
+        said = (folder / stage / "server.log").read_text(errors="replace")
+        model, name = (
+            re.search(rule, said) for rule in (r"\bmodel='([^']+)'", r"\bserved_model_name=([^\s,]+)")
+        )
+        if model is None or name is None:
+            raise SystemExit(f"{stage}: no engine started")
+        text = _public(_kept_lines(said), model[1], f"/models/{name[1]}")
+        (out / f"gpu-h200-ablation-{stage}.log").write_text(text)
 
 
 def capture_log(name: str, out: Path) -> None:
@@ -163,6 +179,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--ablation", type=Path, metavar="FOLDER", help="cut an ablation's logs instead")
     given = parser.parse_args()
+    if given.ablation:
+        cut_ablation(given.ablation, given.out)
+        sys.exit()
     for chosen in given.names or [name for name in SERVERS if name.startswith("cpu")]:
         (capture_log if chosen in ENGINES else capture)(chosen, given.out)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """tiny-ling on a GPU with every kernel of ours: greedy answers, with and without drafts, are the CPU's.
 
-The oracle is the fp32 reference, whose answers the CPU backend repeats token for token. It puts the second best token 6
-logits or more below the best everywhere, so `NEAR_TIE` excuses little: FP8 activations move a logit of 19, the median
-best one, by about 0.5.
+Our MoE and fused kernels refuse its 16 experts and 2 heads, so it is served widened by zeros: the same function
+(`tests/unit/test_widened.py`) in shapes that every kernel takes.
+
+The oracle is tiny-ling's fp32 reference, whose answers the CPU backend repeats token for token. It puts the second best
+token 6 logits or more below the best everywhere, so `NEAR_TIE` excuses little: FP8 activations move a logit of 19, the
+median best one, by about 0.5.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from vllm_ling.checkpoint.locate import tiny_ling_path
+from tests.widened import widen
 from vllm_ling.eval.studies.answers import TinyAnswers
 from vllm_ling.eval.studies.engines import EngineRun, EngineSpec, run_engines
 from vllm_ling.eval.studies.seeded_engine import our_options
@@ -27,15 +31,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Draft lengths that also run as a user's greedy requests do: nobody asks for logits, so none are written.
 TOKENS_ALONE = (0, 3)
+OURS = {
+    "target decode": "fused",
+    "moe decode": "ling",
+    "mla attention": "ling",
+    "lm_head decode kernel": "ling",
+    "lm_head argmax kernel": "ling",
+}
 
 
-def spec(answers: TinyAnswers, drafts: int, top_logits: int = 3) -> EngineSpec:
+def spec(model: Path, answers: TinyAnswers, drafts: int, top_logits: int = 3) -> EngineSpec:
+    """An engine on `model`, tiny-ling in one shape or another."""
     concurrency = CONCURRENCY[drafts]
     sizes = [count * (1 + drafts) for count in (1, 2, 4, 8) if count <= concurrency]
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
     return EngineSpec(
         f"k = {drafts}" + " and logits" * bool(top_logits),
-        str(tiny_ling_path()),
+        str(model),
         answers.prompts,
         dtype="bfloat16",
         max_tokens=MAX_NEW_TOKENS,
@@ -54,16 +66,21 @@ def answers() -> TinyAnswers:
 
 
 @pytest.fixture(scope="module")
-def runs(answers: TinyAnswers) -> Iterator[dict[int, EngineRun]]:
-    found = run_engines([spec(answers, drafts) for drafts in CONCURRENCY], timeout_s=800)
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return widen(tmp_path_factory.mktemp("wide") / "model")
+
+
+@pytest.fixture(scope="module")
+def runs(wide: Path, answers: TinyAnswers) -> Iterator[dict[int, EngineRun]]:
+    found = run_engines([spec(wide, answers, drafts) for drafts in CONCURRENCY], timeout_s=800)
     for name, choice in sorted(found[0].status["choices"].items()):
         print(f"{name}: {choice['choice']} ({choice['reason']})")
     yield dict(zip(CONCURRENCY, found, strict=True))
 
 
 @pytest.fixture(scope="module")
-def alone(answers: TinyAnswers) -> dict[int, EngineRun]:
-    found = run_engines([spec(answers, drafts, top_logits=0) for drafts in TOKENS_ALONE], timeout_s=400)
+def alone(wide: Path, answers: TinyAnswers) -> dict[int, EngineRun]:
+    found = run_engines([spec(wide, answers, drafts, top_logits=0) for drafts in TOKENS_ALONE], timeout_s=400)
     return dict(zip(TOKENS_ALONE, found, strict=True))
 
 
@@ -115,6 +132,15 @@ def test_accuracy_and_accept_length_are_the_cpus(
     if drafts:
         # The engine counts drafts past the end token too, so it may be above.
         assert run.accept_length is not None and run.accept_length >= answers.accept_length(drafts) - 0.05
+
+
+@pytest.mark.parametrize("drafts", CONCURRENCY)
+def test_every_kernel_of_ours_serves(drafts: int, runs: dict[int, EngineRun]) -> None:
+    choices = {name: choice["choice"] for name, choice in runs[drafts].status["choices"].items()}
+    wanted = OURS | ({"draft decode": "fused"} if drafts else {})
+    assert {name: choices.get(name) for name in wanted} == wanted
+    linear = {name: choice for name, choice in choices.items() if name.startswith("linear ")}
+    assert linear and set(linear.values()) == {"ling"}
 
 
 @pytest.mark.parametrize("drafts", CONCURRENCY)
