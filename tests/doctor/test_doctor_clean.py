@@ -161,15 +161,22 @@ def test_captured_servers_of_an_ablation_on_an_h200_have_its_random_weights_and_
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("(?:PROOF ok: target_decode: |target decode check = ok )", "was not compared with vLLM's layers"),
+        ("target decode check = ok ", "is proven, but not for every batch"),
+    ],
+    ids=["none", "one kind"],
+)
 @pytest.mark.parametrize("name", ["head", "mtp"])
 def test_a_captured_server_that_never_came_to_compare_its_fused_path_is_unknown(
-    name: str, tmp_path: Path
+    name: str, lost: str, said: str, tmp_path: Path
 ) -> None:
-    later = r"^.*(?:PROOF ok: target_decode: |target decode check = ok ).*\n"
-    said, count = re.subn(later, "", h200_log(f"ablation-{name}"), flags=re.MULTILINE)
-    assert count >= 2
-    evidence = by_outcome(h200(said, tmp_path), "unknown")["decode_path"]
-    assert "not compared with vLLM's layers" in evidence and "a graph was captured before" in evidence
+    log, count = re.subn(rf"^.*{lost}.*\n", "", h200_log(f"ablation-{name}"), flags=re.MULTILINE)
+    assert count >= 1
+    evidence = by_outcome(h200(log, tmp_path), "unknown")["decode_path"]
+    assert said in evidence and "a graph was captured before" in evidence
 
 
 @pytest.mark.clean

@@ -126,6 +126,7 @@ def test_nothing_is_written_and_no_torch_is_loaded(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.clock
 def test_the_full_size_checkpoint_within_two_seconds(tmp_path: Path) -> None:
     config = dict(PUBLISHED["flash"])
     config["quantization_config"] = quantization_section(LingShape.from_config(config), "fp4")

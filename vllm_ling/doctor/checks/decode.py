@@ -65,19 +65,28 @@ def decode_path(facts: Facts) -> Verdict:
             verdict = _on_layers(facts, model, str(reason))
             if verdict.outcome != "ok":
                 return verdict
-        elif f"{model}_decode" not in facts["record.proofs"]:
-            checked, why = choices.get(f"{model} decode check", ("", ""))
-            if checked != "unknown":
-                return unknown(
-                    f"the {model}'s fused path is taken, and no comparison of it with vLLM's layers is recorded",
-                    "serve with a vllm-ling that compares them at load, and read its whole log or --url",
-                )
-            return unknown(
-                f"the {model}'s fused path was not compared with vLLM's layers: {why}",
-                "where state slots are too few, a higher --gpu-memory-utilization gives the cache more",
-            )
+        elif (missing := _not_compared(facts, model)) is not None:
+            return missing
         seen.append(f"{model} decode = {choice} ({reason})")
     return ok("; ".join(seen))
+
+
+def _not_compared(facts: Facts, model: str) -> Verdict | None:
+    """What is not known of a fused path, or None if all kinds of batches that were seen agreed with vLLM's layers."""
+    checked, why = facts["record.choices"].get(f"{model} decode check", ("", ""))
+    proven = f"{model}_decode" in facts["record.proofs"]
+    if checked == "unknown":
+        what = "is proven, but not for every batch" if proven else "was not compared with vLLM's layers"
+        return unknown(
+            f"the {model}'s fused path {what}: {why}",
+            "where state slots are too few, a higher --gpu-memory-utilization gives the cache more",
+        )
+    if not proven:
+        return unknown(
+            f"the {model}'s fused path is taken, and no comparison of it with vLLM's layers is recorded",
+            "serve with a vllm-ling that compares them at load, and read its whole log or --url",
+        )
+    return None
 
 
 def _on_layers(facts: Facts, model: str, reason: str) -> Verdict:
